@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envpipe_megatron.core.kinds import MESSAGES, Kind, Unit
+from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
@@ -88,15 +88,6 @@ def inputs_of(schedule: Schedule, stage: int) -> list[Unit]:
     takers = np.flatnonzero(schedule.receives[stage])
     sources = schedule.cross_dependency.reshape(schedule.num_stages, -1)[stage, takers]
     return [schedule.stages[stage][place] for place in takers[np.argsort(sources)]]
-
-
-def most_kept(schedule: Schedule, stage: int, kind: Kind) -> int:
-    """Return the most messages of a kind that a stage has received and not taken."""
-    sent = [unit for unit in inputs_of(schedule, stage) if MESSAGES[unit.kind] is kind]
-    number = {unit: n for n, unit in enumerate(sent, 1)}
-    taken = [number[unit] for unit in schedule.stages[stage] if unit in number]
-    received = np.maximum.accumulate(np.array(taken, dtype=np.int64))
-    return int((received - np.arange(1, len(taken) + 1)).max(initial=0))
 
 
 def completes(schedule: Schedule, capacity: int | None) -> bool:
@@ -176,28 +167,6 @@ def max_falling_step(capacity: int | None) -> int | None:
     return None if capacity is None else 2 * capacity - 1
 
 
-def most_under_way(schedule: Schedule) -> int:
-    """Return the most messages of a channel that are sent and not received, for any durations.
-
-    A stage that has a message knows that its neighbour ran all units before the one that sent it,
-    and received what they needed. A channel with as many slots never lets a sender wait. With
-    chunks there may be fewer: what a stage learns of its neighbour by way of the others is left
-    out.
-    """
-    width = schedule.units_per_stage
-    channels = _Channels(schedule)
-    most = 0
-    for channel, (stage, peer) in enumerate(zip(channels.sender, channels.receiver, strict=True)):
-        own, other = (slice(at * width, (at + 1) * width) for at in (stage, peer))
-        sources, sends = schedule.cross_dependency[own], channels.sent_to[own] == channel
-        heard = np.where((sources >= 0) & (sources // width == peer), sources % width, -1)
-        known = np.maximum.accumulate(heard)[sends]
-        needed = np.where(channels.taken_from[other] == channel, channels.needed[other], 0)
-        received = np.concatenate(([0], np.maximum.accumulate(needed)))[known + 1]
-        most = max(most, int((np.arange(1, len(received) + 1) - received).max()))
-    return most
-
-
 def slots_of(schedule: Schedule, most: int) -> int:
     """Return the slots of each channel for one-sided transfers: at most `most`, or all it needs.
 
@@ -208,7 +177,7 @@ def slots_of(schedule: Schedule, most: int) -> int:
     needed = 1
     while not completes(schedule, needed):
         needed += 1
-    return max(needed, min(most, most_under_way(schedule), max(_USUAL_SLOTS, 2 * needed)))
+    return max(needed, min(most, max(_USUAL_SLOTS, 2 * needed)))
 
 
 class _Channels:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +29,13 @@ from envpipe_megatron.formats.energy import (
     split_phase,
 )
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
-from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare, mean_steps
+from envpipe_megatron.formats.steps import (
+    Comparison,
+    StepEnergy,
+    compare,
+    mean_steps,
+    step_sums,
+)
 
 #: Options by which steps differ: a start with others is not compared with the last one.
 _ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
@@ -209,6 +215,12 @@ class Bill:
         """Return the tokens of a step of full size; 0 if they are not known."""
         return (self.fact("tokens_per_iteration") or 0) if self._one_batch else 0
 
+    @property
+    def has_one_batch(self) -> bool:
+        """True if batches of one size, of as many tokens, are all that is known."""
+        other = any(split_phase(phase)[1] for _, _, phase, _ in self.phases)
+        return self._one_batch and not other
+
     def steady(self) -> list[EnergyWindow]:
         """Return the last steady line of each GPU and size of batch, as `of_phase`."""
         phases = dict.fromkeys(phase for _, _, phase, _ in self.phases)
@@ -219,29 +231,13 @@ class Bill:
         """Return a step of a phase on an average GPU; None if a GPU does not report its steps.
 
         Only starts with the options of the last one count: one that only measured does not. GPUs
-        and starts count by their steps: some came late, or had few. GPUs of a start step together:
-        their times scatter together too.
+        and starts count by their steps: some came late, or had few.
         """
         sums = self.of_phase(phase)
-        if not sums or not all(own.steps for own in sums):
+        if not all(own.steps for own in sums):
             return None
-        starts: dict[str, tuple[int, float]] = {}
-        for own in sums:
-            run = own.last.run if own.last else ""
-            steps, error_s = starts.get(run, (0, 0.0))
-            starts[run] = max(steps, own.steps), max(error_s, own.step_s.uncertainty or 0.0)
-        count = sum(steps for steps, _ in starts.values())
-        scatters = any(own.step_s.uncertainty is not None for own in sums)
-        errors_s = sorted(steps * error_s for steps, error_s in starts.values())
-        total = total_of(sums)
-        error_j = total.energy_uncertainty_j
-        return StepEnergy(
-            count,
-            total.duration_s / total.steps,
-            math.hypot(*errors_s) / count if scatters else None,
-            total.energy_j / total.steps,
-            None if error_j is None else error_j / total.steps,
-        )
+        means = _mean(sums, [step_sums(own.step) for own in sums])
+        return means[0] if means else None
 
     def compared(self, batch: str = "") -> tuple[StepEnergy, StepEnergy] | None:
         """Return a steady step, and one as baselines expect it, of steps that had a baseline.
@@ -251,10 +247,9 @@ class Bill:
         """
         sums = self.of_phase(phase_in_batch(Phase.STEADY, batch))
         silent = any(own.windows and not own.steps for own in sums)
-        if not sums or silent or self.facts.get("level") == "observe":
+        if silent or self.facts.get("level") == "observe":
             return None
-        of_gpus = zip(*(own.compared.sums for own in sums), strict=True)
-        return mean_steps([math.fsum(each) for each in of_gpus])
+        return _mean(sums, [own.compared.sums for own in sums])
 
     def comparison(self, batch: str = "") -> Comparison | None:
         """Compare steady steps with the baselines that were in force; None if none is known."""
@@ -283,11 +278,26 @@ class Bill:
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}
-        one_batch = self._one_batch and len(self.iterations) == 1
-        if one_batch and not any(split_phase(phase)[1] for _, _, phase, _ in self.phases):
+        if self.has_one_batch and len(self.iterations) == 1:
             units["token"] = self.fact("tokens_per_iteration")
             units["sample"] = self.fact("samples_per_iteration")
         return {name: energy_j / iterations / count for name, count in units.items() if count}
+
+
+def _mean(
+    sums: Sequence[EnergySums], steps: Sequence[Sequence[float]]
+) -> tuple[StepEnergy, StepEnergy] | None:
+    """Return `mean_steps` of the job's members, each of which may have taken part in many starts.
+
+    `steps` are `ComparedSteps.sums` of each of the sums.
+    """
+    members = {
+        own.last.member for own, (had, *_) in zip(sums, steps, strict=True) if own.last and had
+    }
+    if not members:
+        return None
+    _, *added = (math.fsum(each) for each in zip(*steps, strict=True))
+    return mean_steps([len(members), *added])
 
 
 def _with_range(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:

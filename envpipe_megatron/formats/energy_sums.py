@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from envpipe_megatron.formats.energy import STEP, EnergyNote, EnergyWindow
+from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow
 from envpipe_megatron.formats.steps import ComparedSteps, RunningMean, StepEnergy
 
 #: A log's lines are added up over this share of the time that it has covered, and no longer than
@@ -39,7 +39,6 @@ class EnergySums:
         steps: those that were repeated after a restart as often as they ran.
         last: the last window, for the names in it, also one that is only compared; None of a sum
             over sums.
-        baseline: the mean baseline of one GPU's steps.
         step_s: mean step times of the windows of one GPU.
         compared: steps of one GPU whose baseline is known.
     """
@@ -52,7 +51,6 @@ class EnergySums:
     shares_s: tuple[float, ...] = _NO_TIME_S
     steps: int = 0
     last: EnergyWindow | None = field(default=None, compare=False)
-    baseline: StepEnergy | None = field(default=None, compare=False)
     step_s: RunningMean = field(default_factory=RunningMean, compare=False)
     compared: ComparedSteps = field(default_factory=ComparedSteps, compare=False)
 
@@ -71,7 +69,6 @@ class EnergySums:
         if not (count := window.steps):
             return
         if window.baseline is not None:
-            self.baseline = _mean(self.steps, self.baseline, count, window.baseline)
             measured = window.duration_s, window.energy_j, uncertainty_j
             self.compared.add(window.baseline, count, *measured)
         self.steps += count
@@ -96,7 +93,6 @@ class EnergySums:
             begin_s=begin_s,
             duration_s=round(self.duration_s, _DIGITS),
             shares_s=shares_s and tuple(round(share_s, _DIGITS) for share_s in shares_s),
-            baseline=self.baseline,
             **place,
         )
 
@@ -109,6 +105,18 @@ class EnergySums:
     def known_shares_s(self) -> tuple[float, ...] | None:
         """GPU-seconds of `SHARES`; None if one window's are not known, or there is no window."""
         return None if not self.windows or math.isnan(self.shares_s[0]) else self.shares_s
+
+    @property
+    def step(self) -> StepEnergy:
+        """Return the mean step of one GPU that has some."""
+        count, error_j = self.steps, self.energy_uncertainty_j
+        return StepEnergy(
+            count,
+            self.duration_s / count,
+            self.step_s.uncertainty,
+            self.energy_j / count,
+            None if error_j is None else error_j / count,
+        )
 
     @property
     def average_power_w(self) -> float:
@@ -201,19 +209,8 @@ def _labels(window: EnergyWindow) -> Hashable:
     return (
         window.node, window.gpu_uid, window.gpu, window.rank, window.stage, window.run,
         window.phase, window.num_ranks, window.clock_backend, window.steps > 0,
-        window.baseline is None, window.energy_uncertainty_j is None, window.shares_s is None,
+        window.baseline, window.energy_uncertainty_j is None, window.shares_s is None,
     )  # fmt: skip
-
-
-def _mean(steps: int, own: StepEnergy | None, more: int, other: StepEnergy) -> StepEnergy:
-    """Return the baseline of both steps, with its errors taken for common ones, as most are."""
-    if own is None or own == other:
-        return other
-    means: dict[str, Any] = {
-        name: None if None in (a, b) else round((steps * a + more * b) / (steps + more), _DIGITS)
-        for name, a, b in ((name, getattr(own, name), getattr(other, name)) for name in STEP)
-    }
-    return StepEnergy(**means | {"iterations": max(own.iterations, other.iterations)})
 
 
 class LogSums:

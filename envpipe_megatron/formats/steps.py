@@ -8,14 +8,11 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import NORMAL_95
 
 #: A step that takes this many times the median of steps at its clock was held up.
@@ -240,10 +237,13 @@ class ComparedSteps:
     """Steps of one GPU beside what baselines expect in their place, of each the one in force then.
 
     All that is said to be saved rests on `sums`, which add up over the GPUs and starts of a job.
+
+    Attributes:
+        baseline: the one in force; of no iterations before the first.
     """
 
     def __init__(self) -> None:
-        self._baseline = StepEnergy(0, 0.0, 0.0, 0.0, 0.0)
+        self.baseline = StepEnergy(0, 0.0, 0.0, 0.0, 0.0)
         #: Steps since that is in force.
         self._alike = 0
         #: Of windows' times to the baselines', of all and of these: what baselines do not tell.
@@ -267,9 +267,9 @@ class ComparedSteps:
         """
         if metered[0] is None and baseline.energy_j is not None:
             return
-        if baseline != self._baseline:
+        if baseline != self.baseline:
             self._errors = self._errors_now()
-            self._baseline, self._alike, self._own_ratios = baseline, 0, RunningMean()
+            self.baseline, self._alike, self._own_ratios = baseline, 0, RunningMean()
         self._alike += steps
         for ratios in (self._ratios, self._own_ratios):
             ratios.add(time_s / steps / baseline.time_s)
@@ -282,7 +282,7 @@ class ComparedSteps:
 
         It was measured in a few steps before: as a job drifts (GPUs get warm), it is off theirs.
         """
-        base, alike = self._baseline, self._alike
+        base, alike = self.baseline, self._alike
         shared = map(_or_nan, (base.time_uncertainty_s, base.metering_uncertainty_j))
         drift_s = base.time_s * self._own_ratios.drift
         own = *((alike * error) ** 2 for error in shared), alike * drift_s
@@ -290,7 +290,10 @@ class ComparedSteps:
 
     @property
     def sums(self) -> list[float]:
-        """[11] GPUs; steps; those whose scatter is known; s, error, J, error^2; the same expected.
+        """[12] What `mean_steps` averages: of GPUs, starts and jobs they add up.
+
+        GPUs; steps; those whose scatter is known; s, error; metered steps; their J, error^2; and of
+        what baselines expect s, error, J, error.
 
         Steps scatter on all GPUs alike, and errors of baselines are taken to: these add up. Errors
         of metering are independent: their squares do, but for those of what is expected. Jobs
@@ -300,7 +303,8 @@ class ComparedSteps:
         base_error_s2, base_error_j2, drift_s = self._errors_now()
         scatter = self._ratios.uncertainty
         known = (0.0, 0.0) if scatter is None else (steps, base_s * scatter)
-        own = known[0], time_s, known[1], energy_j, error_j2
+        metered = (0.0, 0.0, 0.0) if math.isnan(energy_j) else (steps, energy_j, error_j2)
+        own = known[0], time_s, known[1], *metered
         base = base_s, math.hypot(base_error_s2**0.5, drift_s), base_j, base_error_j2**0.5
         return [float(steps > 0), steps, *own, *base]
 
@@ -309,46 +313,33 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def mean_steps(sums: Sequence[float]) -> tuple[StepEnergy, StepEnergy] | None:
-    """Return the average step and the one expected, by `ComparedSteps.sums`; None of no steps."""
-    gpus, steps, known, time_s, scatter_s, energy_j, error_j2, *expected = sums
-    if not steps:
+def step_sums(step: StepEnergy | None) -> list[float]:
+    """Return `ComparedSteps.sums` of one GPU's mean step, in whose place nothing is expected.
+
+    They are NaN without a step.
+    """
+    if step is None:
+        return [1.0, math.nan, *[0.0] * 10]
+    count, error_s, energy_j = step.iterations, step.time_uncertainty_s, step.energy_j
+    known = (0.0, 0.0) if error_s is None else (count, count * error_s)
+    metered = (0.0, 0.0, 0.0)
+    if energy_j is not None:
+        metered = count, count * energy_j, (count * _or_nan(step.metering_uncertainty_j)) ** 2
+    return [1.0, count, known[0], count * step.time_s, known[1], *metered, *[0.0] * 4]
+
+
+def mean_steps(sums: Iterable[float]) -> tuple[StepEnergy, StepEnergy] | None:
+    """Return the average step on an average GPU, and the one expected, by `ComparedSteps.sums`.
+
+    None without steps, or if a GPU has none. GPUs without an energy are taken to be like others.
+    """
+    gpus, steps, known, time_s, scatter_s, metered, energy_j, error_j2, *expected = map(float, sums)
+    if not steps > 0:
         return None
-    scatter_s = scatter_s * steps / known if known else math.nan
-    totals = [[time_s, scatter_s, energy_j, math.sqrt(error_j2)], expected]
+    of_known = steps / known if known else math.nan
+    of_metered = steps / metered if metered else math.nan
+    energies_j = of_metered * energy_j, of_metered * math.sqrt(error_j2)
+    totals = [[time_s, of_known * scatter_s, *energies_j], expected]
     own, base = ([None if math.isnan(v) else v / steps for v in each] for each in totals)
     count = round(steps / gpus)
     return StepEnergy(count, *own), StepEnergy(count, *base)  # type: ignore[arg-type]
-
-
-def step_sums(step: StepEnergy | None) -> FloatArray:
-    """Return [7] a rank's part of sums: GPUs, iterations, s, its uncertainty, metered GPUs, J, J^2.
-
-    Unknown times are NaN. J, and J^2 (its squared metering uncertainty), count metered GPUs only.
-    """
-    if step is None:
-        return np.array([1, 0, math.nan, math.nan, 0, 0, 0])
-    scatter_s = math.nan if step.time_uncertainty_s is None else step.time_uncertainty_s
-    metered = (0.0, 0.0, 0.0)
-    if step.energy_j is not None:
-        metered = (1.0, step.energy_j, (step.metering_uncertainty_j or 0.0) ** 2)
-    return np.array([1, step.iterations, step.time_s, scatter_s, *metered])
-
-
-def mean_over_gpus(sums: ArrayLike) -> StepEnergy | None:
-    """Return an average step on an average GPU, from [stages, 7] sums; None if one has no step.
-
-    A GPU without an energy is taken to be like the others of its stage, which do the same work.
-    """
-    by_stage = np.asarray(sums, dtype=np.float64)
-    count, iterations, time_s, scatter_s = (by_stage.sum(axis=0)[:4]).tolist()
-    if math.isnan(time_s):
-        return None
-    gpus, _, _, _, metered, energies_j, variances_j2 = by_stage.T
-    energy_j = metering_j = None
-    if metered.all():
-        shares = gpus / metered / count
-        energy_j, metering_j = float(shares @ energies_j), math.sqrt(shares**2 @ variances_j2)
-    # All GPUs step together, so that a mean over them scatters no less.
-    scattered_s = None if math.isnan(scatter_s) else scatter_s / count
-    return StepEnergy(round(iterations / count), time_s / count, scattered_s, energy_j, metering_j)

@@ -7,6 +7,7 @@ by `reset_clocks`.
 """
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from envpipe_megatron.gpu.base import (
     clock_control_forbidden,
 )
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
-from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
+from envpipe_megatron.gpu.guard.lease_file import PATH_BACKENDS, LeaseFolderError
 from envpipe_megatron.gpu.registry import (
     READ_ONLY,
     Device,
@@ -70,9 +71,9 @@ class Control:
         )
         return f"{text} {self.remedy}." if self.remedy else text
 
-    def checked(self, *, required: bool) -> Self:
-        """Return the same; GpuPermissionError if control is required and there is none."""
-        if required and self.backend is None:
+    def required(self) -> Self:
+        """Return the same; GpuPermissionError if clocks stay as they are."""
+        if self.backend is None:
             raise GpuPermissionError(
                 f"Clock control is required, but {self.why}", remedy=self.remedy
             )
@@ -134,6 +135,8 @@ def _check(backend: str, allowed: bool, site: SiteConfig, devices: Sequence[Devi
         return Control(backend, backend, kind.rights(site, devices))
     except GpuError as error:
         return _refused(backend, error)
+    except Exception as error:  # another package's may fail in any way
+        return _refused(backend, GpuError(f"it failed: {error!r}"))
 
 
 def _refused(backend: str, error: GpuError) -> Control:
@@ -143,23 +146,16 @@ def _refused(backend: str, error: GpuError) -> Control:
     return Control(backend, None, reason, error.remedy)
 
 
-def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> Control:
+def choose_control(wanted: str, site: SiteConfig) -> Control:
     """Choose the back end that changes a job's clocks: for `auto` the first that is allowed.
 
-    A back end that is named is never replaced by another; `wanted` is one of `CHOICES`. Raises
-    GpuPermissionError if control is required and none is allowed or what is wanted is none.
+    A back end that is named is never replaced by another; `wanted` is one of `CHOICES`.
     """
-    if require and wanted in (READ_ONLY, "dry_run"):
-        raise GpuPermissionError(
-            "Clock control is required, and what was chosen changes no clock",
-            value=wanted,
-            remedy="Choose another --envpipe-gpu-control, or leave --envpipe-require-control out.",
-        )
     if wanted == READ_ONLY:
         return Control(wanted, None, "no clock control was requested")
     if wanted in ("dry_run", "emulated"):
         return Control(wanted, wanted, f"{wanted} was requested, and changes no real GPU")
-    return first_allowed(wanted, check_controls(site)).checked(required=require)
+    return first_allowed(wanted, check_controls(site))
 
 
 def first_allowed(wanted: str, controls: Sequence[Control]) -> Control:
@@ -182,26 +178,26 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> Control:
     return Control(wanted, None, why, ". ".join(remedies))
 
 
-def choose_for(uid: str, wanted: str, *, require: bool, one_clock: bool) -> Control:
+def choose_for(uid: str, wanted: str, *, one_clock: bool) -> Control:
     """Choose the back end for a GPU, by the site's rules; none if they cannot be read.
 
     Nor is there one if it cannot open the GPU, or where a power profile is enforced, which sets
     clocks and limits too: the driver arbitrates, and a clock for each unit would not be what was
-    planned. A profile does not matter if the job has `one_clock` or the site allows it. Raises
-    GpuPermissionError as `choose_control`. That the clock can be reset is seen when it is held.
+    planned. A profile does not matter if the job has `one_clock` or the site allows it. That the
+    clock can be reset is seen when it is held.
     """
     try:
         site = SiteConfig() if wanted == "emulated" else read_site()
     except GpuError as error:
-        return Control(wanted, None, error.what, error.remedy).checked(required=require)
-    chosen = choose_control(wanted, site, require=require)
+        return Control(wanted, None, error.what, error.remedy)
+    chosen = choose_control(wanted, site)
     if chosen.backend is None:
         return chosen
     try:
         gpu = open_controlled(uid, chosen, site)
     except GpuError as error:
         why = f"the clock of {uid} cannot be set by {chosen.backend}: {error.what}"
-        return Control(wanted, None, why, error.remedy).checked(required=require)
+        return Control(wanted, None, why, error.remedy)
     if one_clock or chosen.backend not in hardware_backends() or site.allow_power_profiles:
         return chosen
     enforced: tuple[str, ...] = ()
@@ -210,7 +206,7 @@ def choose_for(uid: str, wanted: str, *, require: bool, one_clock: bool) -> Cont
     if not enforced:
         return chosen
     why = f"{gpu.name} ({uid}) enforces power profiles, which set clocks too: {', '.join(enforced)}"
-    return Control(wanted, None, why, PROFILES_REMEDY).checked(required=require)
+    return Control(wanted, None, why, PROFILES_REMEDY)
 
 
 def open_controlled(uid: str, chosen: Control, site: SiteConfig | None = None) -> Gpu:
@@ -239,8 +235,9 @@ def reset_clocks(
     no lease can be written the clock is reset all the same, unless a job holds it.
 
     Args:
-        dead_jobs: whether to undo, behind these, what dead jobs left on other GPUs; raises
-            LeaseFolderError if a folder of leases is unsafe.
+        dead_jobs: whether to undo, behind these, what dead jobs left on other GPUs, but for another
+            user's emulated ones, which are paths; raises LeaseFolderError if a folder of leases is
+            unsafe.
     """
     controls = check_controls(site)
     #: Which back end opens a real GPU, or why none does.
@@ -270,15 +267,17 @@ def reset_clocks(
                 _refuse_held(address.uid)
                 gpu.reset_frequency()
                 what += f", without a lease: {error.what}"
-        except GpuError as error:
+        except Exception as error:  # as of what a lease says, which its user wrote
             return ResetOutcome(address.uid, False, f"not reset: {error}")
         return ResetOutcome(address.uid, True, what)
 
     yield from map(reset, addresses)
     if dead_jobs:
         uids = {address.uid for address in addresses}
-        left = (record for record in list_leases() if not record.live)
-        yield from (reset(record.address) for record in left if record.address.uid not in uids)
+        for record in list_leases():
+            known = record.uid == os.geteuid() or record.address.backend not in PATH_BACKENDS
+            if known and not record.live and record.address.uid not in uids:
+                yield reset(record.address)
 
 
 def _refuse_held(uid: str) -> None:

@@ -145,14 +145,12 @@ class LeveledJob:
         if not self._closed:
             self.session.begin_step(iteration)
 
-    def follow(
-        self, order: Schedule, specs: StageSpecs | None = None, *, full_batch: bool = True
-    ) -> UnitFollower:
+    def follow(self, order: Schedule, specs: StageSpecs | None = None) -> UnitFollower:
         """Open this step's iteration, whose units the framework runs; return what gets them.
 
         The arguments are those of `Session.open_iteration`.
         """
-        run = self.session.open_iteration(order, specs, full_batch=full_batch)
+        run = self.session.open_iteration(order, specs)
         self._followed = UnitFollower(run, self.session.highest_clock, self._warn)
         return self._followed
 

@@ -244,7 +244,8 @@ RULES = (
             *_ONLY_PLANS,
         ),
     ),
-    Rule("gpu_control none", "changes no clock", without=("profile_only", "require_control")),
+    Rule("gpu_control none", "changes no clock", without=("profile_only",)),
+    Rule("gpu_control none|dry_run", "changes no clock", without=("require_control",)),
     Rule("gpu_control emulated", "is for jobs without GPUs", without=("GPUs",)),
 )
 

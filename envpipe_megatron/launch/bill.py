@@ -55,8 +55,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
             for values, total in bill.total_by(*names).items()
         ]
 
-    job, comparison = bill.total(), bill.comparison()
-    by_node = bill.total_by("node")
+    job, by_node = bill.total(), bill.total_by("node")
     return {
         "job": {
             **_total_facts(job),
@@ -66,7 +65,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         },
         "complete": over and not missing,
         "missing": missing,
-        "comparison": None if comparison is None else asdict(comparison),
+        **bill.comparison_facts(),
         "facts": bill.facts,
         "nodes": [
             {"node": name, **_total_facts(by_node.get((name,), EnergySums())), **asdict(node)}
@@ -121,8 +120,7 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
 
 def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     """Return the bill in sentences."""
-    compared = bill.comparison()
-    lines = list(account_lines(bill, tariff, {"": compared} if compared else {}))
+    lines = list(account_lines(bill, tariff, bill.comparisons()))
     if known := bill.per_unit():
         each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
         lines.append(f"{bill.num_iterations} iterations: {each}")

@@ -41,9 +41,6 @@ TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
 #: Beyond what torchrun gives its ranks. While it waits at the end for nodes that were lost, it
 #: handles no signal for minutes.
 _PATIENCE_S = 10.0
-#: How long ranks may take to end after torchrun was killed, before they are killed too, where it
-#: gives them no longer: they may be saving a checkpoint.
-_RANKS_END_S = 15.0
 #: Meanwhile they may have started others.
 _LOOK_AGAIN_S = 0.1
 #: How long the bill waits for other nodes, which may hang in collectives until these time out.
@@ -170,14 +167,13 @@ def run_torchrun(
     *,
     take: Callable[[str], object] | None = None,
     log: IO[str] | None = None,
-    ranks_s: float | None = None,
 ) -> int:
     """Run torchrun to its end; return its exit status, 128 plus the signal if it was killed.
 
     The first signal is passed on and ends it with its ranks; a second one, or 10 s more than its
     `--shutdown-timeout`, kills it. On Linux the death of this process ends it, too. Ranks that
-    outlive a torchrun that was signalled or killed are ended here: one that is interrupted while it
-    starts them leaves them behind.
+    outlive a torchrun that was signalled or killed are ended here, and have as long: one that is
+    interrupted while it starts them leaves them behind.
 
     Args:
         arguments: torchrun's options, the script and its arguments.
@@ -186,11 +182,9 @@ def run_torchrun(
         take: gets each line of the ranks' standard output, in a thread; what it raises ends them,
             and is raised here.
         log: of their standard error, else this process's.
-        ranks_s: how long they get to end, where it is not torchrun's to say.
     """
     mark = uuid.uuid4().hex
-    if ranks_s is None:
-        ranks_s = shutdown_s(read(arguments))
+    ranks_s = shutdown_s(read(arguments))
     process = subprocess.Popen(
         [sys.executable, "-P", child.__file__, str(os.getpid()), *TORCHRUN, *arguments],
         env={**os.environ, **environment, TORCHRUN_MARK: mark},
@@ -231,7 +225,7 @@ def run_torchrun(
             code = process.wait(LOOK_S)
     patience.cancel()
     if asked or code < 0:
-        _end_marked(mark, max(_RANKS_END_S, ranks_s))
+        _end_marked(mark, ranks_s)
     if take:
         reader.join(_PATIENCE_S)  # what outlives the ranks may keep the pipe open
     if raised:

@@ -30,6 +30,11 @@ _BY_SRUN = "Start it with srun, one task a node: srun --ntasks-per-node=1 envpip
 
 #: torchrun's options that are filled in, as its parser names them; in capitals EnvPipe's variables.
 NAMES = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port")
+#: The form of those of which torchrun takes no other without a traceback, and it in words.
+_FORMS = {
+    "nproc_per_node": (r"0*[1-9]\d*|auto|[cgx]pu", "a number from 1, auto, cpu or gpu"),
+    "nnodes": (r"0*[1-9]\d*(:0*[1-9]\d*)?", "a number from 1, or least:most"),
+}
 
 #: A value, and its origin: `hostfile`, `default`, or the name of a variable.
 _Found = tuple[str, str]
@@ -238,8 +243,7 @@ def _completed(
     `find` gets the name, and the number of nodes as far as it is known. Where the rendezvous is
     given (`--standalone`, or a `--rdzv-backend` other than static), node rank and master are not
     filled in; with `--rdzv-endpoint` the master is not. EnvPipeError: what torchrun's parser
-    refuses, a node for which torchrun would wait for 15 minutes, and what is no number of
-    processes, for which it has only a traceback.
+    refuses, what is not of `_FORMS`, and a node for which torchrun would wait for 15 minutes.
     """
     given = vars(_given(line))
     by_rank = given["rdzv_backend"] == "static" and not given["standalone"]
@@ -249,6 +253,13 @@ def _completed(
     for name in NAMES[:count]:
         if known[name] is None and (found := find(name, known["nnodes"])):
             settings[f"--{name.replace('_', '-')}"], known[name] = found, found[0]
+    for name, (form, words) in _FORMS.items():
+        if known[name] is not None and not re.fullmatch(form, known[name]):
+            raise EnvPipeError(
+                f"--{name.replace('_', '-')} (or {name.upper()}) is not {words}",
+                value=known[name],
+                remedy="Correct it.",
+            )
     if by_rank and _several(known["nnodes"]):
         lacking = "which of them this is" if known["node_rank"] is None else ""
         if not (endpoint or known["master_addr"]):
@@ -263,18 +274,12 @@ def _completed(
     # The dashes keep torchrun from looking for its own abbreviated options in the script's.
     arguments = (*filled, *line.options, "--", *line.script)
     options = read(arguments)
-    most = options.nnodes.rpartition(":")[2]
-    if by_rank and most.isdecimal() and not 0 <= options.node_rank < max(int(most), 1):
+    most = int(options.nnodes.rpartition(":")[2])
+    if by_rank and not 0 <= options.node_rank < most:
         raise EnvPipeError(
             "--node-rank (or NODE_RANK) is not the number of a node",
             value=options.node_rank,
             remedy=f"Number {most} nodes from 0.",
-        )
-    if not re.fullmatch(r"0*[1-9]\d*|auto|[cgx]pu", options.nproc_per_node):
-        raise EnvPipeError(
-            "--nproc-per-node (or NPROC_PER_NODE) is not a number of processes from 1",
-            value=options.nproc_per_node,
-            remedy="Correct it, or give auto, cpu or gpu.",
         )
     return TorchrunOptions(arguments, settings, options)
 

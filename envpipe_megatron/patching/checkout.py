@@ -274,14 +274,7 @@ def _read_record(file: Path) -> Patch | None:
             raise ValueError(f"its format is {record['format']}")
         text = record["patch"].encode("utf-8", "surrogateescape")
         return read_patch(record["description"], text)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        PatchError,
-    ) as error:
+    except Exception as error:  # of any kind: the file may hold anything
         raise PatchError(
             f"{file} is damaged, or of a newer version: {error}",
             remedy="Remove it; the patch is known by the checkout's files too",

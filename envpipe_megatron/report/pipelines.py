@@ -10,8 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from envpipe_megatron.core.kinds import ScheduleError, Unit
 from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, Phase, split_phase
 from envpipe_megatron.formats.timeline import GpuLabels, RankIteration, TimelineLogs
 
@@ -168,6 +172,13 @@ def whole_pipelines(
             schedule = _schedule(tuple(read.units for read in own))
             if schedule is not None:
                 yield schedule, own
+
+
+def marked_path(timeline: Timeline) -> NDArray[np.int8]:
+    """Return [num_stages, units_per_stage] 1 for the units that set an iteration's time, else 0."""
+    marked = np.zeros(timeline.duration_s.shape, dtype=np.int8)
+    np.put(marked, timeline.critical_path(), 1)
+    return marked
 
 
 @lru_cache(maxsize=64)

@@ -38,7 +38,7 @@ class RunFolder:
     Args:
         timelines: recorded iterations and observed clocks, on one axis of time; empty if there are
             none.
-        energy: on the same axis; None without an energy log.
+        energy: on the same axis; empty if there is none.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
         summary: of the job, as `summary.json` has it.
@@ -48,7 +48,7 @@ class RunFolder:
 
     path: Path
     timelines: TimelineLogs
-    energy: EnergyLogs | None
+    energy: EnergyLogs
     profile: Profile | None
     plan: Plan | None
     clocks: tuple[dict[str, Any], ...]
@@ -59,7 +59,7 @@ class RunFolder:
     @property
     def windows(self) -> tuple[EnergyWindow, ...]:
         """The metered windows."""
-        return () if self.energy is None else self.energy.windows
+        return self.energy.windows
 
     @property
     def _labels(self) -> list[GpuLabels | EnergyWindow]:
@@ -110,7 +110,13 @@ def read_run_folder(path: Path) -> RunFolder:
     if not timelines.iterations:
         missing.append("timeline.jsonl: no measured timelines, and no units in the trace")
     missing += _torn(timelines.unreadable)
-    energy = _energy(path, missing)
+    energy = read_energy_logs(sorted(path.glob("energy*.jsonl")))
+    for file in energy.foreign:
+        missing.append(f"{file.name}: no line of it can be read, and its energies are missing")
+    if not energy.windows:
+        noted = ", only what agents noted" if energy.lines else ""
+        missing.append(f"energy.jsonl: no energies{noted}")
+    missing += _torn(energy.unreadable)
     lacking = "no energy valley, and no plan is priced"
     profile = _read(path / "profile.csv", lacking, read_profile, missing)
     plan, file = None, path / "plan.json"
@@ -123,13 +129,13 @@ def read_run_folder(path: Path) -> RunFolder:
     if not clocks:
         missing.append("clocks.jsonl: whether clocks followed is not known")
     lacking = "the job did not end in order"
-    if energy is not None and any(map(_ended_well, energy.lines)):
+    if any(map(_ended_well, energy.lines)):
         lacking = "the job wrote to another folder (--envpipe-output), or to none"
     summary = _read(path / "summary.json", lacking, _json_object, missing)
     job = _read(path / "job.json", "", _json_object, missing)
-    whole = RunFolder(path, timelines, energy, profile, plan, clocks, summary, job, ())
-    folder = _of_present_job(whole)
-    if others := _num_lines(whole) - _num_lines(folder):
+    folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, job, ())
+    folder, others = _of_present_job(folder)
+    if others:
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
     missing += _stages_without_timelines(folder)
     if not folder.timelines.iterations and not folder.windows:
@@ -146,19 +152,6 @@ def _ended_well(line: EnergyWindow | EnergyNote) -> bool:
     if isinstance(line, EnergyWindow) or line.note != ENDED:
         return False
     return line.fields.get("exit_code") == 0
-
-
-def _energy(path: Path, missing: list[str]) -> EnergyLogs | None:
-    read = read_energy_logs(sorted(path.glob("energy*.jsonl")))
-    for file in read.foreign:
-        missing.append(f"{file.name}: no line of it can be read, and its energies are missing")
-    if not read.lines:
-        missing.append("energy.jsonl: no energies")
-        return None
-    if not read.windows:
-        missing.append("energy.jsonl: no energies, only what agents noted")
-    missing += _torn(read.unreadable)
-    return read
 
 
 def _torn(lines: Sequence[str]) -> list[str]:
@@ -196,19 +189,12 @@ def _json_object(file: Path) -> dict[str, Any]:
     return read_json(file, "File").data
 
 
-def _num_lines(folder: RunFolder) -> int:
-    """Count the lines that ranks appended to the folder's files, without agents' notes."""
-    timelines = folder.timelines
-    lines = (timelines.iterations, timelines.clocks, folder.windows, folder.clocks)
-    return sum(map(len, lines))
-
-
-def _of_present_job(folder: RunFolder) -> RunFolder:
+def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
     """Leave out the lines of earlier jobs, and bring the others' instants to one axis.
 
-    `job.json` has the present one's starts. Lines whose run names no start are kept; all are kept
-    if the job names no starts. Of several names of runs, which no job of one folder has, those of
-    the last line.
+    Returns the number of lines that were left out, too. `job.json` has the present job's starts.
+    Lines whose run names no start are kept; all are kept if the job names no starts. Of several
+    names of runs, which no job of one folder has, those of the last line.
     """
     named = (folder.job or {}).get("starts")
     starts = tuple(str(start) for start in named) if isinstance(named, list) else ()
@@ -223,20 +209,19 @@ def _of_present_job(folder: RunFolder) -> RunFolder:
         of_start = not starts or run.endswith(starts) or name_of_run(run) == run
         return of_start and name_of_run(run) == name
 
+    runs += [read.labels.run for read in timelines.clocks]
+    runs += [str(entry.get("run", "")) for entry in folder.clocks]
     timelines = replace(
         timelines,
         iterations=tuple(read for read in timelines.iterations if own(read.labels.run)),
         clocks=tuple(read for read in timelines.clocks if own(read.labels.run)),
     )
-    lines = (
-        line
-        for line in (() if energy is None else energy.lines)
-        if isinstance(line, EnergyNote) or own(line.run)
-    )
+    lines = (line for line in energy.lines if isinstance(line, EnergyNote) or own(line.run))
     timelines, of_one_axis = on_one_axis(timelines, lines)
-    energy = energy and replace(energy, lines=of_one_axis)
+    energy = replace(energy, lines=of_one_axis)
     clocks = tuple(entry for entry in folder.clocks if own(entry.get("run", "")))
-    return replace(folder, timelines=timelines, energy=energy, clocks=clocks)
+    present = replace(folder, timelines=timelines, energy=energy, clocks=clocks)
+    return present, sum(not own(run) for run in runs)
 
 
 def _stages_without_timelines(folder: RunFolder) -> list[str]:

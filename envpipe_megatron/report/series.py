@@ -19,6 +19,7 @@ from envpipe_megatron.report.charts import (
     SKY,
     YELLOW,
     Chart,
+    Choice,
     Marks,
     columns_of,
     series_colours,
@@ -143,18 +144,19 @@ def power_chart(windows: Iterable[EnergyWindow]) -> Chart | None:
     by_node = {
         node: np.nansum(power_w[nodes == node], axis=0) for node in dict.fromkeys(nodes.tolist())
     }
+    groups = "each GPU", "each node"
     middle_s = ((edges_s[1:] + edges_s[:-1]) / 2 - begin_s).astype(np.float32)
     columns = {
         "name": [*names, *by_node],
         "colour": series_colours(len(names)) + series_colours(len(by_node)),
         "x": [middle_s] * (len(names) + len(by_node)),
         "y": [line.astype(np.float32) for line in (*power_w, *by_node.values())],
-        "group": ["each GPU"] * len(names) + ["each node"] * len(by_node),
+        "group": [groups[0]] * len(names) + [groups[1]] * len(by_node),
     }
     tips = ("", "@name"), ("s", "$x{0.00}"), ("W", "$y{0.0}")
     return Chart(
         "power", "time (s)", "power (W)", [Marks("line", "", GREY, columns, tips)],
-        x_range=(0.0, end_s - begin_s), from_zero=True, choice="Power of",
+        x_range=(0.0, end_s - begin_s), from_zero=True, choice=Choice.of("Power of", groups),
     )  # fmt: skip
 
 

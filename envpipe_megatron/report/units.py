@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import RankIteration, parse_order
-from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks
+from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Colouring, Marks
 from envpipe_megatron.report.pipelines import (
     IterationKey,
     PlacedGpu,
@@ -26,6 +26,7 @@ from envpipe_megatron.report.pipelines import (
     by_iteration,
     gpus_of,
     kept_iterations,
+    marked_path,
     whole_pipelines,
 )
 
@@ -37,10 +38,16 @@ KINDS = tuple(TRAITS)
 HEIGHTS = np.array(
     [{Kind.FORWARD: 0.54, Kind.WEIGHT_GRADIENT: 0.38}.get(kind, 0.82) for kind in KINDS], np.float32
 )
+#: Columns of a `UnitTable`.
+_COLUMNS: Mapping[str, type] = {
+    "label": object,
+    **dict.fromkeys(("iteration", "row", "kind", "mhz", "critical", "envelope"), np.int32),
+    **dict.fromkeys(("begin", "end", "height", "slack_ms", "joules", "watts"), np.float32),
+}
+#: What a chart shows: a title, its rows' names, and units of one iteration, as a `UnitTable`'s.
+_Drawn = tuple[str, Sequence[str], Mapping[str, NDArray[Any]]]
 #: Shares of an iteration that nobody would see.
 _LEAST = 1e-6
-#: What is said of a unit that no whole pipeline recorded.
-_UNKNOWN = {"slack_ms": np.nan, "critical": 0, "envelope": 0, "joules": np.nan}
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,6 @@ class UnitTable:
             controlled; `joules` and `watts` are NaN where no profile prices the unit, `slack_ms`
             where its order is no whole pipeline's; `critical` is 1 for units on the path that sets
             the iteration's time, `envelope` for those of the outer envelope.
-        waits: of GPUs in these iterations: columns `iteration`, `row`, `begin` and `end`.
     """
 
     gpus: tuple[PlacedGpu, ...]
@@ -65,7 +71,6 @@ class UnitTable:
     shown: tuple[int, int]
     recorded: int
     columns: Mapping[str, NDArray[Any]]
-    waits: Mapping[str, NDArray[Any]]
 
 
 def unit_table(
@@ -89,15 +94,12 @@ def unit_table(
         for number, key in enumerate(kept)
         for part in _parts(number, iterations[key], gpus, num_stages, profile)
     ]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return UnitTable(
-        gpus,
-        tuple(kept),
-        (kept.index(before), kept.index(after)),
-        len(iterations),
-        columns,
-        _waits(columns),
-    )
+    columns: dict[str, NDArray[Any]] = {
+        name: np.concatenate([part[name] for part in parts], dtype=kind, casting="unsafe")
+        for name, kind in _COLUMNS.items()
+    }
+    shown = kept.index(before), kept.index(after)
+    return UnitTable(gpus, tuple(kept), shown, len(iterations), columns)
 
 
 def _parts(
@@ -106,47 +108,55 @@ def _parts(
     gpus: Sequence[PlacedGpu],
     num_stages: int,
     profile: Profile | None,
-) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield the columns of an iteration's units on each GPU."""
+) -> Iterable[dict[str, NDArray[Any]]]:
+    """Return the columns of an iteration's units on each GPU."""
     row_of = {gpu.rank: row for row, gpu in enumerate(gpus)}
     first_s = min(read.begin_s + 1e-6 * read.start_us[0] for read in reads)
-    known_of = {
-        read.labels.rank: one
-        for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages)
-        for read, one in zip(stages, _known(schedule, stages, profile), strict=True)
-    }
+    parts: dict[int, dict[str, NDArray[Any]]] = {}
     for read in reads:
-        count = len(read.start_us)
+        none = np.zeros(len(read.start_us), np.int32)
         begin_ms = 1e3 * (read.begin_s - first_s)
-        known = known_of.get(read.labels.rank) or {
-            name: np.full(count, value) for name, value in _UNKNOWN.items()
+        parts[read.labels.rank] = {
+            "iteration": none + number,
+            "row": none + row_of[read.labels.rank],
+            "begin": begin_ms + 1e-3 * read.start_us,
+            "end": begin_ms + 1e-3 * read.end_us,
+            **_described(read.order),
+            "mhz": none if read.frequency_mhz is None else read.frequency_mhz,
+            **dict.fromkeys(("critical", "envelope"), none),
+            **dict.fromkeys(("slack_ms", "joules", "watts"), none + np.nan),
         }
-        length_s = 1e-6 * (read.end_us - read.start_us)
-        watts = np.full(count, np.nan)
-        np.divide(known["joules"], length_s, out=watts, where=length_s > 0)
-        yield {
-            "iteration": np.full(count, number, dtype=np.int32),
-            "row": np.full(count, row_of[read.labels.rank], dtype=np.int32),
-            "begin": (begin_ms + 1e-3 * read.start_us).astype(np.float32),
-            "end": (begin_ms + 1e-3 * read.end_us).astype(np.float32),
-            **_what(read.order),
-            "mhz": np.zeros(count, np.int32)
-            if read.frequency_mhz is None
-            else read.frequency_mhz.astype(np.int32),
-            **{name: values.astype(np.float32) for name, values in known.items()},
-            "watts": watts.astype(np.float32),
-        }
+    for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages):
+        timeline = Timeline(schedule, [1e-6 * (read.end_us - read.start_us) for read in stages])
+        joules = _joules(schedule, stages, profile)
+        with np.errstate(divide="ignore", invalid="ignore"):  # units that run as one with the next
+            watts = joules / timeline.duration_s
+        known = {
+            "critical": marked_path(timeline), "envelope": schedule.outer_envelope,
+            "slack_ms": 1e3 * timeline.slack_s, "joules": joules, "watts": watts,
+        }  # fmt: skip
+        for stage, read in enumerate(stages):
+            parts[read.labels.rank] |= {name: values[stage] for name, values in known.items()}
+    return parts.values()
 
 
 @lru_cache(maxsize=256)
-def _what(order: str) -> dict[str, NDArray[Any]]:
-    """Return columns `kind`, `label` and `height` of an order."""
-    kind = np.array([KINDS.index(unit.kind) for unit in parse_order(order)], np.int32)
-    labels = [name.rstrip("+") for name in order.split()]
-    return {"kind": kind, "label": np.array(labels, object), "height": HEIGHTS[kind]}
+def _described(order: str) -> dict[str, NDArray[Any]]:
+    """Return columns `kind`, `label` and `height` of an order.
+
+    Units that run as one are named by the last of them, which is as tall as a backward.
+    """
+    units, labels = parse_order(order), order.split()
+    kind = np.array([KINDS.index(unit.kind) for unit in units], np.int32)
+    heights = HEIGHTS[kind]
+    for place, unit in enumerate(units):
+        if unit.combined:
+            labels[place + 1] = labels[place] + labels[place + 1]
+            heights[place + 1] = HEIGHTS[KINDS.index(Kind.BACKWARD)]
+    return {"kind": kind, "label": np.array(labels, object), "height": heights}
 
 
-def _waits(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def waits_of(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return columns `iteration`, `row`, `begin` and `end` of what lies between units of a row.
 
     Rows begin at 0, and end with the last unit of their iteration. Units of a row lie together, in
@@ -172,29 +182,6 @@ def _waits(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     return {name: values[seen] for name, values in columns.items()}
 
 
-def _known(
-    schedule: Schedule, reads: Sequence[RankIteration], profile: Profile | None
-) -> list[dict[str, NDArray[Any]]]:
-    """Return each stage's columns of `_UNKNOWN`; slack and path are of measured durations."""
-    timeline = Timeline(schedule, [1e-6 * (read.end_us - read.start_us) for read in reads])
-    columns: dict[str, NDArray[Any]] = {
-        "slack_ms": 1e3 * timeline.slack_s,
-        "critical": _among(schedule, timeline.critical_path()),
-        "envelope": schedule.outer_envelope,
-        "joules": _joules(schedule, reads, profile),
-    }
-    return [
-        {name: values[stage] for name, values in columns.items()} for stage in range(len(reads))
-    ]
-
-
-def _among(schedule: Schedule, nodes: Collection[int]) -> NDArray[np.int8]:
-    """Return [num_stages, units_per_stage] 1 for some nodes, 0 for the others."""
-    marked = np.zeros(schedule.num_units, dtype=np.int8)
-    marked[list(nodes)] = 1
-    return marked.reshape(schedule.num_stages, -1)
-
-
 def _joules(
     schedule: Schedule, reads: Sequence[RankIteration], profile: Profile | None
 ) -> FloatArray:
@@ -215,21 +202,17 @@ def _joules(
     return joules
 
 
-def plan_chart(
-    plan: Plan,
-    *,
-    x_max_s: float,
-    scale_mhz: tuple[float, float],
-    note: str = "",
-) -> Chart:
-    """Draw one iteration of a plan; the path that sets its time is dotted.
+def plan_charts(plans: Iterable[Plan], x_max_s: float | None = None) -> list[Chart]:
+    """Draw one iteration of each plan, on equal axes and colours; its critical path is dotted.
 
-    Args:
-        plan: what ran or would run.
-        x_max_s: end of the time axis, so that pictures share it; what is beyond is cut.
-        scale_mhz: ends of the scale of colours, likewise.
-        note: a further line above.
+    `x_max_s` is the end of the time axis, the longest plan's by default; what is beyond is cut.
     """
+    x_max_s = x_max_s or max(plan.cost.iteration_time_s for plan in plans)
+    return _charts([_drawn(plan) for plan in plans], 1e3 * x_max_s)
+
+
+def _drawn(plan: Plan) -> _Drawn:
+    """Return what a chart of a plan shows."""
     schedule, timeline = plan.schedule, plan.timeline
     gpus = plan.conditions.gpus_by_stage.sum()
     of_gpus = f"{gpus} GPUs" if plan.conditions.gpus_per_stage else "one GPU a stage"
@@ -240,74 +223,67 @@ def plan_chart(
         f"iteration {plan.cost.iteration_time_s:.4g} s  ·  energy {joules} J ({of_gpus})  ·  "
         f"peak in flight {in_flight}"
     )
-    labels = [unit.label(schedule.num_chunks) for order in schedule.stages for unit in order]
-    for place in np.flatnonzero(schedule.combined):  # the unit behind it is the box of both
-        labels[place + 1] = labels[place] + labels[place + 1]
-    path = () if schedule.forward_only else timeline.critical_path()
-    places = [[KINDS.index(unit.kind) for unit in order] for order in schedule.stages]
+    orders = [_described(" ".join(names)) for names in schedule.labels()]
     columns: dict[str, NDArray[Any]] = {
+        **{name: np.stack([order[name] for order in orders]) for name in ("label", "height")},
         "iteration": np.zeros(schedule.combined.shape, np.int32),
         "row": np.broadcast_to(np.arange(schedule.num_stages)[:, None], schedule.combined.shape),
-        "label": np.array(labels, object),
         "begin": 1e3 * timeline.start_s,
         "end": 1e3 * timeline.end_s,
         "mhz": plan.frequency_mhz,
-        "height": HEIGHTS[np.where(np.roll(schedule.combined, 1, axis=1), 1, places)],
-        "critical": _among(schedule, path),
+        "critical": marked_path(timeline),
         "envelope": schedule.outer_envelope,
     }
     units = {name: values.ravel() for name, values in columns.items()}
-    rows = [str(stage) for stage in range(schedule.num_stages)]
-    title = "\n".join(filter(None, (caption, note)))
-    return _chart(units, rows, 1e3 * x_max_s, scale_mhz, title)
+    return caption, [str(stage) for stage in range(schedule.num_stages)], units
 
 
 def measured_charts(table: UnitTable) -> list[Chart]:
     """Draw the first iterations to look at, of the first pipeline, on equal axes and colours."""
-    pipeline = [row for row, gpu in enumerate(table.gpus) if gpu.pipeline == 0]
-    drawn = []
+    rows = [str(gpu.stage) for gpu in table.gpus if gpu.pipeline == 0]
+    drawn: list[_Drawn] = []
     for shown in dict.fromkeys(table.shown):
         own = table.columns["iteration"] == shown
-        own &= table.columns["row"] < len(pipeline)
+        own &= table.columns["row"] < len(rows)
         if own.any():  # else it was recorded by other pipelines only
             units = {name: values[own] for name, values in table.columns.items()}
             first_ms = units["begin"].min()  # another pipeline may have begun before
-            drawn.append((shown, units | {end: units[end] - first_ms for end in ("begin", "end")}))
-    if not drawn:
-        return []
-    last_ms = max(float(units["end"].max()) for _, units in drawn)
-    clocks_mhz = np.concatenate([units["mhz"][units["mhz"] > 0] for _, units in drawn])
-    scale_mhz = (float(clocks_mhz.min()), float(clocks_mhz.max())) if len(clocks_mhz) else None
-    charts = []
-    for shown, units in drawn:
-        phase, number = table.iterations[shown]
-        title = (
-            f"{phase}, iteration {number}: measured "
-            f"{units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
+            units |= {name: units[name] - first_ms for name in ("begin", "end")}
+            phase, number = table.iterations[shown]
+            title = (
+                f"{phase}, iteration {number}: measured "
+                f"{units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
+            )
+            drawn.append((title, rows, units))
+    return _charts(drawn, max((float(units["end"].max()) for *_, units in drawn), default=0.0))
+
+
+def _charts(drawn: Sequence[_Drawn], x_max_ms: float) -> list[Chart]:
+    """Draw units coloured by their clocks, on equal axes and colours."""
+    clocks_mhz = [mhz for *_, units in drawn for mhz in units["mhz"][units["mhz"] > 0].tolist()]
+    colourings = []
+    if clocks_mhz:
+        ends = float(min(clocks_mhz)), float(max(clocks_mhz))
+        colourings = [Colouring("SM clock (MHz)", "mhz", ends)]
+    said = "low boxes are forwards, tall ones backwards"
+    return [
+        Chart(
+            "timeline", "time (ms)", "stage", _marks(units, colourings), f"{title}\n{said}", rows,
+            x_range=(0.0, x_max_ms),
         )
-        rows = [str(table.gpus[row].stage) for row in pipeline]
-        charts.append(_chart(units, rows, last_ms, scale_mhz, title))
-    return charts
+        for title, rows, units in drawn
+    ]  # fmt: skip
 
 
-def _chart(
-    units: Mapping[str, NDArray[Any]],
-    rows: Sequence[str],
-    x_max_ms: float,
-    scale_mhz: tuple[float, float] | None,
-    title: str,
-) -> Chart:
-    """Draw units coloured by their clocks, waits between them, envelope and critical path.
-
-    `units` has columns of a `UnitTable`, of one iteration.
-    """
+def _marks(units: Mapping[str, NDArray[Any]], colourings: Sequence[Colouring]) -> list[Marks]:
+    """Mark units, waits between them, envelope and critical path."""
     there = units["end"] - units["begin"] > _LEAST * units["end"].max()
 
     def boxes(mask: NDArray[np.bool_]) -> dict[str, list[Any]]:
-        shown = ("row", "begin", "end", "height", "label", *(("mhz",) if scale_mhz else ()))
+        shown = ("row", "begin", "end", "height", "label", "mhz")
         return {name: units[name][mask].tolist() for name in shown}
 
-    waits = {name: values.tolist() for name, values in _waits(units).items()}
+    waits = {name: values.tolist() for name, values in waits_of(units).items()}
     critical = np.flatnonzero(there & (units["critical"] == 1))
     path = critical[np.argsort(units["begin"][critical], kind="stable")]
     # Below the label in each row, so that both stay readable.
@@ -318,12 +294,8 @@ def _chart(
     envelope = boxes(there & (units["envelope"] == 1))
     marks = [
         Marks("box", "GPU waits", GREY, waits, look="hatched"),
-        Marks("box", "", SKY, boxes(there)),
+        Marks("box", "", SKY, boxes(there), colourings=colourings),
         Marks("box", "outer envelope", INK, envelope, look="outlined"),
         *([Marks("line", "critical path", PATH, line, look="dotted")] if len(path) else []),
     ]
-    said = "low boxes are forwards, tall ones backwards"
-    return Chart(
-        "timeline", "time (ms)", "stage", [mark for mark in marks if any(mark.columns.values())],
-        f"{title}\n{said}", rows, x_range=(0.0, x_max_ms), scale_mhz=scale_mhz,
-    )  # fmt: skip
+    return [mark for mark in marks if any(mark.columns.values())]

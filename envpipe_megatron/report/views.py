@@ -15,6 +15,7 @@ from envpipe_megatron.formats.timeline import ClockSamples
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
+from envpipe_megatron.report.bubbles import Bubbles
 from envpipe_megatron.report.charts import (
     BLUE,
     GREEN,
@@ -23,12 +24,13 @@ from envpipe_megatron.report.charts import (
     SKY,
     VERMILION,
     Chart,
+    Choice,
     Marks,
     View,
     columns_of,
     series_colours,
 )
-from envpipe_megatron.report.facts import Bubbles, ReportFacts
+from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.pipelines import PlacedGpu, gpus_of
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.series import power_chart, step_charts, thinned
@@ -138,8 +140,9 @@ def clock_charts(samples: Sequence[ClockSamples]) -> list[Chart]:
     marks = [Marks("line", "", GREY, columns_of("name colour x y group", lines), tips)]
     last_s = max(own[-1][0] for own in looks)
     x_label, x_range = "s after the first look", (0.0, max(last_s - first_s, 1e-3))
+    choice = Choice.of("Clock of", list(dict.fromkeys(line[-1] for line in lines)))
     charts = [
-        Chart("clocks", x_label, "MHz", marks, x_range=x_range, from_zero=True, choice="Clock of")
+        Chart("clocks", x_label, "MHz", marks, x_range=x_range, from_zero=True, choice=choice)
     ]
     if held:
         label, rows = gpu_rows(gpus)
@@ -243,12 +246,12 @@ def frontier_charts(plans: Sequence[Plan], ran: Plan | None = None) -> list[Char
         ):
             points = [
                 (
-                    plan.cost.iteration_time_s, getattr(plan.cost, field),
+                    what, plan.cost.iteration_time_s, getattr(plan.cost, field),
                     plan.cost.slowdown_percent(full.cost), plan.cost.saving_percent(full.cost),
                 )
                 for plan in shown
             ]  # fmt: skip
-            columns = columns_of("x y slower saved", points)
+            columns = columns_of("name x y slower saved", points)
             tips = [
                 ("", "@name"), ("time (s)", "@x{0.0000} (@slower{+0.00} %)"),
                 (label, "@y{0.0}"), ("energy saved (%)", "@saved{0.00}"),

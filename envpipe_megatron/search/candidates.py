@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.conditions import Conditions, make_conditions
+from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.plan import Plan
@@ -28,14 +28,16 @@ from envpipe_megatron.search.configuration import (
     Configuration,
     Job,
     StageLoad,
+    parameter_bytes,
     replica_groups,
-    stage_peak_bytes,
     stage_work,
 )
 from envpipe_megatron.search.layer_profile import LayerProfile
 
 #: Of computing the shares of time in which stages compute, which depend on their times.
 _ROUNDS = 2
+#: Microbatches for each stage after which an order holds no more than before.
+_GROUPS_UNTIL_STEADY = 3
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,7 @@ class Candidate:
             crosses = ranks[0] // node != ranks[-1] // node
             tail_s = work.parameters * profile.gradients_s
             parts = work.expert_parameters, work.parameters - work.expert_parameters
-            groups = replica_groups(stage.sizes, stage.data_parallel)
-            for group, part in zip(groups, parts, strict=True):
+            for group, part in zip(replica_groups(stage), parts, strict=True):
                 for half in halves:
                     tail_s += 0.5 * profile.links.all_reduce_s(part * half, group, crosses)
                 tail_s += part / (group if shared else 1) * profile.optimizer_s
@@ -178,15 +179,6 @@ class Candidate:
         source = f"{self.profile.source}, {len(self.works)} stages"
         return make_profile(rows, source=source, sidecar=sidecar, listed_chunks=chunks)
 
-    def conditions(self, blocking_power_w: float) -> Conditions:
-        """Return conditions around the units; all GPUs of a stage follow its plan."""
-        return make_conditions(
-            self.stage_profile,
-            blocking_power_w=blocking_power_w,
-            tail_time_s=tuple(self.tails_s.tolist()),
-            gpus_per_stage=tuple(stage.num_gpus for stage in self.configuration.stages),
-        )
-
     def plan(
         self,
         blocking_power_w: float,
@@ -200,8 +192,7 @@ class Candidate:
             plan = make_plan(self.stage_profile, asked(objective=objective)).plan
         except LinearProgramError:  # no order that was found is as fast as hoped
             plan = make_plan(self.stage_profile, asked()).plan
-        limit = self.job.memory_bytes
-        if limit is None or (self.peak_bytes_of(plan.schedule) <= limit).all():
+        if (self.peak_bytes_of(plan.schedule) <= self.job.limit_bytes).all():
             return plan
         # Chunks hold unlike amounts, which the planner's limit of microbatches does not see.
         own = {"order": self.timeline.schedule, "max_in_flight": None, "runnable": False}
@@ -209,10 +200,18 @@ class Candidate:
 
     def peak_bytes_of(self, order: Schedule | None) -> FloatArray:
         """Return [num_stages] the most that a GPU holds in an order; None: the framework's own."""
-        works = enumerate(self.measured_works)
-        return np.array(
-            [stage_peak_bytes(self.profile, self.configuration, *each, order) for each in works]
-        )
+        configuration, peaks = self.configuration, []
+        stages = configuration.stages
+        if order is None:
+            microbatches = min(configuration.num_microbatches, _GROUPS_UNTIL_STEADY * len(stages))
+            order = _short_order(len(stages), microbatches, configuration.num_chunks)
+        signs = np.where(order.is_backward, -1.0, 1.0)
+        for number, (stage, work) in enumerate(zip(stages, self.measured_works, strict=True)):
+            shared = configuration.distributed_optimizer
+            held = parameter_bytes(self.profile, stage, work, distributed_optimizer=shared)
+            in_flight = (signs[number] * work.held_bytes[order.chunks[number]]).cumsum().max()
+            peaks.append(float(held) + work.beside_bytes + float(in_flight))
+        return np.array(peaks)
 
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
         """Return the plans that no other beats in both time and energy, the fastest first."""
@@ -221,6 +220,12 @@ class Candidate:
     def _request(
         self, blocking_power_w: float, deadline_factor: float, **other: Any
     ) -> PlanRequest:
+        conditions = make_conditions(
+            self.stage_profile,
+            blocking_power_w=blocking_power_w,
+            tail_time_s=tuple(self.tails_s.tolist()),
+            gpus_per_stage=tuple(stage.num_gpus for stage in self.configuration.stages),
+        )
         usual = {
             "num_microbatches": self.configuration.num_microbatches,
             "schedule": "auto",
@@ -228,7 +233,7 @@ class Candidate:
             "num_chunks": self.configuration.num_chunks,
             "max_in_flight": BY_MEMORY if self.stage_profile.sidecar.free_bytes else None,
             "deadline_factor": deadline_factor,
-            "conditions": self.conditions(blocking_power_w),
+            "conditions": conditions,
             "runnable": True,
         }
         return PlanRequest(**{**usual, **other})
@@ -241,6 +246,9 @@ class Candidate:
         by_own_order = needed * np.array(held)
         spare = np.maximum(self.job.memory_bytes - self.peak_bytes, 0.0)
         return tuple((by_own_order + spare).tolist())
+
+
+_short_order = cache(framework_order)
 
 
 def _known(values: Sequence[float]) -> tuple[float, ...] | None:

@@ -6,24 +6,23 @@ and the configuration as Megatron-LM's flags (`megatron_flags`).
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import groupby
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.search.layer_profile import (
     EMBEDDING,
     FULL,
     LOSS,
     SELECTIVE,
     LayerProfile,
+    Pieces,
     Sizes,
 )
 
@@ -32,8 +31,6 @@ _LETTERS = {EMBEDDING: "E", LOSS: "L"}
 
 #: The name of a recomputation, and of how many of the first pieces that know it.
 Recomputed = tuple[str | None, int]
-#: Microbatches for each stage after which an order holds no more than before.
-_GROUPS_UNTIL_STEADY = 3
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,17 @@ class StageLayout:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """A configuration but for its cut and recomputation: all stages have the same sizes."""
+
+    sizes: Sizes
+    num_stages: int
+    data_parallel: int
+    num_chunks: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
 class Configuration:
     """A job's cut. Stages may differ in sizes (Aceso's runtime can), in Megatron they do not.
 
@@ -83,6 +91,12 @@ class Configuration:
         """Virtual stages on each stage, V."""
         return len(self.stages[0].chunks)
 
+    @property
+    def shape(self) -> Shape:
+        """The shape that this is a cut of."""
+        one, chunks = self.stages[0], self.num_chunks
+        return Shape(one.sizes, len(self.stages), one.data_parallel, chunks, self.num_microbatches)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -96,6 +110,11 @@ class Job:
     gpus_per_node: int
     global_batch: int
     memory_bytes: float | None = None
+
+    @property
+    def limit_bytes(self) -> float:
+        """The same; infinite for no limit."""
+        return math.inf if self.memory_bytes is None else self.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -149,29 +168,29 @@ def stage_work(profile: LayerProfile, stage: StageLayout) -> StageLoad:
     """Return the work of a stage; EnvPipeError for sizes that were not measured."""
     pieces = profile.sums(stage.sizes)
     first, end = np.array(stage.chunks).T
-    own = np.array(stage.pieces)
+
+    def largest(values: FloatArray, ends: IntArray) -> float:
+        runs = zip(first.tolist(), ends.tolist(), strict=True)
+        return max(float(values[a:b].max(initial=0.0)) for a, b in runs)
+
     forward_j, forward_s = (sums[end] - sums[first] for sums in pieces.by_clock[Kind.FORWARD])
     backward_j, backward_s = (sums[end] - sums[first] for sums in pieces.by_clock[Kind.BACKWARD])
     plain_s = (forward_s + backward_s).sum(axis=0)
     held_bytes = pieces.kept_bytes[end] - pieces.kept_bytes[first]
     held_bytes += pieces.input_bytes[first] - pieces.freed_bytes[end]
-    again_s, working_bytes = np.zeros_like(forward_s), 0.0
     name, count = stage.recomputed
-    if name is not None:
-        way = pieces.ways[name]
-        until = way.until(first, end, count)
-        again_j, again_s = (sums[until] - sums[first] for sums in pieces.by_clock[name])
-        backward_j, backward_s = backward_j + again_j, backward_s + again_s
-        held_bytes -= way.saved_bytes[until] - way.saved_bytes[first]
-        again = zip(first.tolist(), until.tolist(), strict=True)
-        working_bytes = max(way.working_bytes[a:b].max(initial=0.0) for a, b in again)
+    way = pieces.ways[name]
+    until = way.until(first, end, count)
+    again_j, again_s = (sums[until] - sums[first] for sums in pieces.by_clock[name])
+    held_bytes -= way.saved_bytes[until] - way.saved_bytes[first]
     parameters = float((pieces.parameters[end] - pieces.parameters[first]).sum())
-    workspaces = pieces.forward_bytes[own].max(), pieces.backward_bytes[own].max()
+    workspaces = largest(pieces.forward_bytes, end), largest(pieces.backward_bytes, end)
+    working_bytes = largest(way.working_bytes, until)
     return StageLoad(
         forward_s,
-        backward_s,
+        backward_s + again_s,
         forward_j,
-        backward_j,
+        backward_j + again_j,
         again_s[:, 0],
         held_bytes,
         float(workspace_bytes(profile, *workspaces, working_bytes, parameters)),
@@ -201,60 +220,33 @@ def workspace_bytes(
     return np.maximum(largest, least)
 
 
-def replica_groups(sizes: Sizes, data_parallel: int) -> tuple[int, int]:
+def replica_groups(stage: StageLayout | Shape) -> tuple[int, int]:
     """Return how many GPUs hold the same parameters: of experts', and of others.
 
     Context parallel ranks are among them (Megatron's process groups).
     """
-    replicas = data_parallel * sizes.context_parallel
-    return max(1, replicas // sizes.expert_parallel), replicas
+    replicas = stage.data_parallel * stage.sizes.context_parallel
+    return max(1, replicas // stage.sizes.expert_parallel), replicas
 
 
 def parameter_bytes(
     profile: LayerProfile,
-    sizes: Sizes,
-    data_parallel: int,
-    parameters: FloatArray | float,
-    expert_parameters: FloatArray | float,
+    stage: StageLayout | Shape,
+    held: StageLoad | Pieces,
     *,
     distributed_optimizer: bool,
 ) -> FloatArray:
-    """Return the bytes that a GPU holds for weights, gradients and its share of optimizer state."""
+    """Return the bytes that a GPU holds for weights, gradients and its share of optimizer state.
+
+    Of the parameters of a stage, or [n + 1] of running sums over pieces.
+    """
     each = profile.bytes_per_parameter
     of_experts, of_others = (
         each.weight + each.gradient + each.optimizer / (group if distributed_optimizer else 1)
-        for group in replica_groups(sizes, data_parallel)
+        for group in replica_groups(stage)
     )
-    others = np.subtract(parameters, expert_parameters)
-    return of_experts * np.asarray(expert_parameters) + of_others * others
-
-
-def stage_peak_bytes(
-    profile: LayerProfile,
-    configuration: Configuration,
-    stage: int,
-    work: StageLoad,
-    order: Schedule | None = None,
-) -> float:
-    """Return the most that a GPU of one stage holds, in an order or in the framework's own."""
-    stages = configuration.stages
-    if order is None:
-        microbatches = min(configuration.num_microbatches, _GROUPS_UNTIL_STEADY * len(stages))
-        order = _short_order(len(stages), microbatches, configuration.num_chunks)
-    for_parameters = parameter_bytes(
-        profile,
-        stages[stage].sizes,
-        stages[stage].data_parallel,
-        work.parameters,
-        work.expert_parameters,
-        distributed_optimizer=configuration.distributed_optimizer,
-    )
-    sign = np.where(order.is_backward[stage], -1.0, 1.0)
-    in_flight = (sign * work.held_bytes[order.chunks[stage]]).cumsum().max()
-    return float(for_parameters) + work.beside_bytes + float(in_flight)
-
-
-_short_order = cache(builders.framework_order)
+    experts = np.asarray(held.expert_parameters)
+    return of_experts * experts + of_others * (held.parameters - experts)
 
 
 def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job) -> list[str]:

@@ -278,7 +278,7 @@ class LayerProfile:
 class WaySums:
     """Effects of recomputing: running sums [n + 1] over pieces; others [n] of each.
 
-    `can_be` says which pieces can be recomputed.
+    `can_be` says which pieces can be recomputed; none of them where it is by no way.
     """
 
     can_be: BoolArray
@@ -299,7 +299,7 @@ class WaySums:
         """
         count = len(self.working_bytes)
         found = []
-        for level in np.unique(self.working_bytes[self.can_be]):
+        for level in np.unique(self.working_bytes[self.can_be]) if self.can_be.any() else (0.0,):
             more = np.append(np.flatnonzero(self.working_bytes > level), count + 1)
             found.append((float(level), more[np.searchsorted(more, np.arange(count + 1))]))
         return found
@@ -313,14 +313,14 @@ class WaySums:
 class Pieces:
     """Running sums over a model's pieces at some sizes, [n + 1], and what single ones need, [n].
 
-    `ways` are ways to recompute; the sums are without. Enter at `LayerProfile.sums`.
+    `ways` are ways to recompute by name, None to recompute nothing; the sums are without. Enter at
+    `LayerProfile.sums`.
     """
 
     def __init__(self, profile: LayerProfile, sizes: Sizes) -> None:
         self.profile, measures = profile, profile.at(sizes)
         by_piece = self._by_piece = [measures[piece] for piece in profile.pieces]
         self.forward_s = running([m.forward_s[0] for m in by_piece])
-        self.backward_s = running([m.backward_s[0] for m in by_piece])
         self.time_s = running([m.both_s[0] for m in by_piece])
         self.kept_bytes = running([m.activation_bytes for m in by_piece])
         self.parameters = running([m.parameters for m in by_piece])
@@ -331,8 +331,8 @@ class Pieces:
         self.freed_bytes = self.sent_bytes * profile.frees_outputs
         self.forward_bytes = np.array([m.forward_workspace_bytes for m in by_piece])
         self.backward_bytes = np.array([m.backward_workspace_bytes for m in by_piece])
-        names = dict.fromkeys(way.name for m in by_piece for way in m.recomputation)
-        self.ways = {name: self._way(name) for name in names}
+        names = (way.name for m in by_piece for way in m.recomputation)
+        self.ways = {name: self._way(name) for name in dict.fromkeys((None, *names))}
 
     @property
     def num_pieces(self) -> int:
@@ -340,9 +340,9 @@ class Pieces:
         return len(self.time_s) - 1
 
     @cached_property
-    def by_clock(self) -> dict[str, tuple[FloatArray, FloatArray]]:
+    def by_clock(self) -> dict[str | None, tuple[FloatArray, ...]]:
         """Running sums [n + 1, num_frequencies] of J and s: forwards, backwards, each way."""
-        pairs: dict[str, list[tuple[FloatArray | None, FloatArray | None]]] = {
+        pairs: dict[str | None, list[tuple[FloatArray | None, FloatArray | None]]] = {
             Kind.FORWARD: [(m.forward_j, m.forward_s) for m in self._by_piece],
             Kind.BACKWARD: [(m.backward_j, m.backward_s) for m in self._by_piece],
         }
@@ -350,10 +350,7 @@ class Pieces:
             ways = (m.way(name) for m in self._by_piece)
             pairs[name] = [(way.energy_j, way.time_s) if way else (None, None) for way in ways]
         return {
-            key: (
-                self._clocks(joules for joules, _ in of),
-                self._clocks(time_s for _, time_s in of),
-            )
+            key: tuple(self._clocks(values) for values in zip(*of, strict=True))
             for key, of in pairs.items()
         }
 
@@ -368,7 +365,7 @@ class Pieces:
         of_pieces = [nothing if value is None else value for value in values]
         return np.cumsum([nothing, *of_pieces], axis=0)
 
-    def _way(self, name: str) -> WaySums:
+    def _way(self, name: str | None) -> WaySums:
         count = len(self._by_piece)
         can_be, again_s, saved_bytes, working_bytes = np.zeros((4, count))
         for at, measure in enumerate(self._by_piece):

@@ -23,8 +23,7 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.cuts import Shape
+from envpipe_megatron.search.configuration import Job, Shape
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import (
     LayerProfile,
@@ -146,7 +145,7 @@ def least_bottleneck(space: SplitSpace) -> Candidate:
         np.where(time_s <= least_s * _SLACK, force, np.inf)
         for time_s, force in zip(cuts.time_s, cuts.forced_s, strict=True)
     ]
-    return space.candidate(tuple(cuts.evenest(within)[1].tolist()))
+    return space.candidate(cuts.evenest(within)[1])
 
 
 def least_energy(space: SplitSpace, blocking_power_w: float, time_tolerance: float) -> list[Ranked]:
@@ -164,7 +163,7 @@ def least_energy(space: SplitSpace, blocking_power_w: float, time_tolerance: flo
         )
     quickest = space.candidate(space.cuts.fastest()[1])
     limit_s = quickest.iteration_time_s * (1 + time_tolerance) * _SLACK
-    others = alternatives(space.megatron, space.shape, blocking_power_w, limit_s, _MAX_PLANNED)
+    others = alternatives(space.megatron, quickest, blocking_power_w, limit_s, _MAX_PLANNED)
     unlike = {candidate.configuration: candidate for candidate in (quickest, *others)}
     return planned(unlike.values(), blocking_power_w, limit_s, LEAST_ENERGY)
 

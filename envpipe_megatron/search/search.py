@@ -22,10 +22,10 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.cuts import Shape, least_energy_j
+from envpipe_megatron.search.cuts import least_energy_j
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.runs import BETTER, cheapest_paths
-from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 #: Configurations that are shown, and that are planned with clocks, at most.
 NUM_SHOWN, NUM_PLANNED = 10, 6
@@ -146,9 +146,7 @@ def _cheapest(
 
     found = list(candidates)
     for candidate in sorted(candidates, key=key)[:NUM_PLANNED]:
-        found += alternatives(
-            megatron, shape_of(candidate.configuration), blocking_power_w, longest_s, NUM_PLANNED
-        )
+        found += alternatives(megatron, candidate, blocking_power_w, longest_s, NUM_PLANNED)
     unlike = {candidate.configuration: candidate for candidate in found}
     fastest = unlike.pop(candidates[0].configuration)
     return [fastest, *sorted(unlike.values(), key=key)]
@@ -172,19 +170,21 @@ def estimates_j(candidate: Candidate, blocking_power_w: float, times_s: FloatArr
 
 
 def alternatives(
-    megatron: MegatronSpace, shape: Shape, blocking_power_w: float, longest_s: float, most: int
+    megatron: MegatronSpace,
+    candidate: Candidate,
+    blocking_power_w: float,
+    longest_s: float,
+    most: int,
 ) -> list[Candidate]:
-    """Return the cheapest cuts of a shape by the same estimate that the simulator says are in time.
+    """Return the cheapest cuts of a candidate's shape that the simulator says are in time.
 
-    Of the first ones; none with virtual stages.
+    By the same estimate, of the first ones; none with virtual stages.
     """
-    num_pieces = megatron.pieces(shape).num_pieces
-    if shape.num_chunks > 1 or not shape.num_stages <= num_pieces <= _MOST_PIECES:
+    shape = candidate.configuration.shape
+    if shape.num_chunks > 1 or megatron.pieces(shape).num_pieces > _MOST_PIECES:
         return []
     within_s = longest_s / megatron.profile.least_rested / BETTER
-    cuts = megatron.cuts(shape, within_s=within_s)
-    if not cuts.runs:
-        return []
+    cuts = megatron.cuts(shape, megatron.alike(candidate), within_s)
     weights = cuts.energy_weights(within_s, longest_s, blocking_power_w)
     paths = islice(cheapest_paths(cuts.runs, weights), most * _CUTS_FOR_ONE)
     candidates = (megatron.candidate(shape, path, cuts.recomputed(path)) for path in paths)

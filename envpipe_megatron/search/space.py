@@ -2,16 +2,15 @@
 
 Everything that Megatron runs is a shape (sizes, stages, virtual stages, recomputation) and a cut.
 For each shape the best cut is found: exactly without virtual stages, by `cuts`. With virtual
-stages, of whose slots stage s has every p-th from s on, the evenest slots come from the same graph;
-then single pieces move between slots as long as that shortens the estimate, which need not end at
-the best cut. Shapes come with a bound, so that those that cannot be among the best are passed over.
+stages, of whose slots stage s has every p-th from s on, even slots come from the same graph; then
+single pieces move between slots as long as that shortens an estimate, which need not end at the
+best cut. Shapes come with a bound, so that those that cannot be among the best are passed over.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,12 +23,11 @@ from envpipe_megatron.search.configuration import (
     Configuration,
     Job,
     Recomputed,
+    Shape,
     StageLayout,
     parameter_bytes,
-    stage_peak_bytes,
-    stage_work,
 )
-from envpipe_megatron.search.cuts import Shape, ShapeCuts
+from envpipe_megatron.search.cuts import ShapeCuts
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Pieces
 from envpipe_megatron.search.runs import BETTER, least_path, runs_within
 
@@ -120,15 +118,8 @@ class MegatronSpace:
 
     def static_bytes(self, shape: Shape) -> FloatArray:
         """Return [n + 1] running sums of what a GPU holds for pieces' parameters."""
-        pieces = self.pieces(shape)
-        return parameter_bytes(
-            self.profile,
-            shape.sizes,
-            shape.data_parallel,
-            pieces.parameters,
-            pieces.expert_parameters,
-            distributed_optimizer=self.space.distributed_optimizer,
-        )
+        held, shared = self.pieces(shape), self.space.distributed_optimizer
+        return parameter_bytes(self.profile, shape, held, distributed_optimizer=shared)
 
     def cuts(
         self,
@@ -148,7 +139,7 @@ class MegatronSpace:
     def candidate(
         self,
         shape: Shape,
-        slots: Sequence[int],
+        slots: Sequence[int] | IntArray,
         recomputed: Sequence[Recomputed],
         bound_s: float = 0.0,
     ) -> Candidate:
@@ -168,25 +159,20 @@ class MegatronSpace:
         return Candidate(configuration, self.profile, self.job, bound_s)
 
     def _layout(
-        self, shape: Shape, slots: Sequence[int], stage: int, recomputed: Recomputed
+        self, shape: Shape, slots: Sequence[int] | IntArray, stage: int, recomputed: Recomputed
     ) -> StageLayout:
         starts = range(stage, len(slots) - 1, shape.num_stages)
         chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
         name, count = recomputed
-        if name is not None:
-            known = self.pieces(shape).ways[name].known
-            count = min(count, int(max(known[end] - known[first] for first, end in chunks)))
+        known = self.pieces(shape).ways[name].known
+        count = int(min(count, max(known[end] - known[first] for first, end in chunks)))
         return StageLayout(
             chunks, shape.sizes, shape.data_parallel, (name, count) if count else (None, 0)
         )
 
     def _plain(self, shape: Shape, within_s: float) -> Candidate | None:
         best, best_s, count = None, math.inf, self.pieces(shape).num_pieces
-        if count < shape.num_stages:
-            return None
         for everywhere in self._everywhere(shape):
-            if everywhere is not None and self._bound_with(shape, everywhere) > best_s:
-                continue
             least_s = min(within_s, best_s)
             if count > _COARSE_NODES:
                 step = -(-count // _COARSE_NODES)
@@ -199,92 +185,58 @@ class MegatronSpace:
                 best_s, best = bound_s, self.candidate(shape, path, cuts.recomputed(path), bound_s)
         return best
 
+    def alike(self, candidate: Candidate) -> Recomputed | None:
+        """Return what all stages recompute in a candidate; None where each does as it must."""
+        if not self.space.same_recomputation:
+            return None
+        stages = candidate.configuration.stages
+        name, count = max((stage.recomputed for stage in stages), key=lambda each: each[1])
+        return name, count if name == FULL else len(self.profile.pieces)
+
     def _everywhere(self, shape: Shape) -> Iterator[Recomputed | None]:
-        """List what all stages can recompute in Megatron's own ways; None: each its own."""
+        """List what all stages can recompute by Megatron's own flags; None: each its own.
+
+        `full` of some pieces, or `selective` of all.
+        """
         if not self.space.same_recomputation:
             yield None
             return
-        yield None, 0
         for name, way in self.pieces(shape).ways.items():
             layers = int(way.known[-1])
             yield from ((name, count) for count in range(1 if name == FULL else layers, layers + 1))
 
-    def _bound_with(self, shape: Shape, everywhere: Recomputed) -> float:
-        """Return a bound on the time of cuts whose stages recompute this many pieces, or all."""
-        name, count = everywhere
-        if name is None:
-            return 0.0
-        pieces = self.pieces(shape)
-        way = pieces.ways[name]
-        again_s = np.diff(way.again_s)[way.can_be]
-        all_s = pieces.time_s[-1] + min(count * shape.num_stages, len(again_s)) * again_s.min()
-        return float(shape.num_microbatches * all_s / shape.num_stages)
-
     def _in_chunks(self, shape: Shape) -> Candidate | None:
-        slots = _spread(self.pieces(shape), shape)
-        if slots is None:
-            return None
-        most, stages = int(np.diff(slots).max()), range(shape.num_stages)
-        ways = self.pieces(shape).ways if self.job.memory_bytes is not None else ()
-        fewest = {
-            name: [self._fewest(shape, slots, stage, name, most) for stage in stages]
-            for name in ways
-        }
-        if self.space.same_recomputation:
-            options = [(name, max(n) if name == FULL else most) for name, n in fewest.items()]
-            tried = [[option for _ in stages] for option in [(None, 0), *options]]
-        else:
-            by_stage = [[(None, 0), *((name, n[s]) for name, n in fewest.items())] for s in stages]
-            chosen = [self._least_of_stage(shape, slots, s, by_stage[s]) for s in stages]
-            known = [each for each in chosen if each is not None]
-            tried = [known] if len(known) == len(chosen) else []
-        cuts = (self._cut_in_chunks(shape, slots, each) for each in tried)
-        fitting = [cut for cut in cuts if cut is not None]
+        """Return even slots that recompute as little as fits; None if nothing does."""
+        pieces, cuts = self.pieces(shape), []
+        slots = _even_slots(pieces, shape)
+        for name in pieces.ways:
+            fewest = self._fewest(shape, slots, name)
+            if self.space.same_recomputation:
+                fewest[:] = fewest.max() if name == FULL else pieces.num_pieces
+            cuts.append(self.candidate(shape, slots, [(name, count) for count in fewest]))
+        if not self.space.same_recomputation:
+            fits = [cut.peak_bytes <= self.job.limit_bytes for cut in cuts]
+            times_s = np.where(fits, [_times_s(cut).sum(axis=0) for cut in cuts], np.inf)
+            layouts, least = [cut.configuration.stages for cut in cuts], times_s.argmin(axis=0)
+            best = [layouts[at][stage].recomputed for stage, at in enumerate(least)]
+            cuts = [self.candidate(shape, slots, best)]
+        fitting = [
+            replace(cut, bound_s=_forced_s(cut))
+            for cut in cuts
+            if (cut.peak_bytes <= self.job.limit_bytes).all()
+        ]
         return min(fitting, key=lambda cut: cut.bound_s, default=None)
 
-    def _cut_in_chunks(
-        self, shape: Shape, slots: IntArray, recomputed: Sequence[Recomputed]
-    ) -> Candidate | None:
-        found = self.candidate(shape, slots.tolist(), recomputed)
-        if (found.peak_bytes > self._limit_bytes).any():
-            return None
-        works = found.measured_works
-        times_s = np.array([work.time_s for work in works])
-        first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
-        ahead_s = np.cumsum(first_s) - first_s
-        return replace(found, bound_s=float((shape.num_microbatches * times_s + ahead_s).max()))
-
-    def _least_of_stage(
-        self, shape: Shape, slots: IntArray, stage: int, options: Iterable[Recomputed]
-    ) -> Recomputed | None:
-        """Return which option takes a stage the least time of what fits; None if nothing does."""
-        found = [(*self._time_and_peak(shape, slots, stage, each), each) for each in options]
-        fitting = [(time_s, each) for time_s, peak, each in found if peak <= self._limit_bytes]
-        return min(fitting, key=lambda each: each[0])[1] if fitting else None
-
-    def _fewest(self, shape: Shape, slots: IntArray, stage: int, name: str, most: int) -> int:
-        """Return the fewest pieces of each chunk that a stage must recompute; all: too few."""
-
-        def fits(count: int) -> bool:
-            _, peak = self._time_and_peak(shape, slots, stage, (name, count))
-            return peak <= self._limit_bytes
-
-        return bisect_left(range(most), True, key=fits)
-
-    def _time_and_peak(
-        self, shape: Shape, slots: IntArray, stage: int, option: Recomputed
-    ) -> tuple[float, float]:
-        """Return the time (s) of a microbatch and peak (bytes) of a stage that recomputes so."""
-        layout = self._layout(shape, slots.tolist(), stage, option)
-        work = stage_work(self.profile, layout)
-        found = Configuration(  # of the other stages, how many there are is all that counts
-            (layout,) * shape.num_stages, shape.num_microbatches, self.space.distributed_optimizer
-        )
-        return work.time_s, stage_peak_bytes(self.profile, found, stage, work)
-
-    @property
-    def _limit_bytes(self) -> float:
-        return math.inf if self.job.memory_bytes is None else self.job.memory_bytes
+    def _fewest(self, shape: Shape, slots: IntArray, name: str | None) -> IntArray:
+        """Return [num_stages] how few pieces of each chunk must be recomputed; all if too few."""
+        most = int(min(np.diff(slots).max(), self.pieces(shape).ways[name].known[-1]))
+        fewest, enough = np.zeros(shape.num_stages, int), np.full(shape.num_stages, most)
+        while (fewest < enough).any():
+            tried = (fewest + enough) // 2
+            cut = self.candidate(shape, slots, [(name, count) for count in tried])
+            fits = cut.peak_bytes <= self.job.limit_bytes
+            fewest, enough = np.where(fits, fewest, tried + 1), np.where(fits, tried, enough)
+        return fewest
 
     def _shapes(self) -> Iterator[Shape]:
         job, pieces = self.job, len(self.profile.pieces)
@@ -311,70 +263,48 @@ class MegatronSpace:
                 yield replace(shape, num_chunks=chunks)
 
 
-def shape_of(configuration: Configuration) -> Shape:
-    """Return the shape that a configuration is a cut of."""
-    first = configuration.stages[0]
-    return Shape(
-        first.sizes,
-        len(configuration.stages),
-        first.data_parallel,
-        configuration.num_chunks,
-        configuration.num_microbatches,
-    )
+def _even_slots(pieces: Pieces, shape: Shape) -> IntArray:
+    """Return [slots + 1] the first piece of each slot, and their number.
 
-
-def _spread(pieces: Pieces, shape: Shape) -> IntArray | None:
-    """Return [slots + 1] the first piece of each slot, and their number; None: too few pieces."""
-    slots = shape.num_stages * shape.num_chunks
-    if pieces.num_pieces < slots:
-        return None
+    A microbatch of each stage takes as long as the longest stage at least, and where stages run the
+    same chunk at the same time, as long as the longest slots of all chunks. From even slots on
+    single pieces move as long as the sum of both falls.
+    """
+    chunks, stages = shape.num_chunks, shape.num_stages
+    slots = chunks * stages
     # Slots that are filled one after another exceed their share by less than a piece.
     longest_s = pieces.time_s[-1] / slots + np.diff(pieces.time_s).max()
     runs = runs_within(pieces, np.arange(pieces.num_pieces + 1), slots, longest_s / BETTER)
-    weights = [np.where(each.inside, each.time_s, np.inf) for each in runs]
-    _, cut = least_path(runs, weights, largest=True)
-    return _with_moves(pieces, shape, cut)
+    weights = [np.where(each.inside, each.time_s**2, np.inf) for each in runs]
+    _, cut = least_path(runs, weights, largest=False)
+    behind = (np.arange(slots + 1) > np.arange(slots)[:, None]).astype(int)
 
+    def estimate_s(slot_s: FloatArray) -> FloatArray:
+        both_s: FloatArray = slot_s.sum(axis=-2).max(axis=-1) + slot_s.max(axis=-1).sum(axis=-1)
+        return both_s
 
-def _with_moves(pieces: Pieces, shape: Shape, cut: IntArray) -> IntArray:
-    """Return the cut after the best moves out of the stage that forces the most."""
-    value = float(_chunks_forced_s(pieces, shape, cut[None]).max())
     while True:
-        worst = int(_chunks_forced_s(pieces, shape, cut[None])[0].argmax())
-        moved = np.array(list(_moves(cut, range(worst, len(cut) - 1, shape.num_stages))))
-        if not len(moved):
+        slot_s = np.diff(pieces.time_s[cut]).reshape(chunks, stages)
+        longest = np.arange(chunks) * stages + slot_s.argmax(axis=1)
+        moved = (cut + behind - behind[longest, None]).reshape(-1, slots + 1)
+        moved = moved[(np.diff(moved) > 0).all(axis=1)]
+        moved_s = estimate_s(np.diff(pieces.time_s[moved]).reshape(-1, chunks, stages))
+        if moved_s.min() >= estimate_s(slot_s) * BETTER:
             return cut
-        values = _chunks_forced_s(pieces, shape, moved).max(axis=1)
-        best = int(values.argmin())
-        if values[best] >= value * BETTER:
-            return cut
-        cut, value = moved[best], float(values[best])
+        cut = moved[moved_s.argmin()]
 
 
-def _moves(cut: IntArray, slots: Iterable[int]) -> Iterator[IntArray]:
-    """Yield cuts in which one of some slots has one piece less, and another slot one more."""
-    for slot in slots:
-        if cut[slot + 1] - cut[slot] == 1:
-            continue
-        for other in range(len(cut) - 1):
-            moved = cut.copy()
-            if other < slot:
-                moved[other + 1 : slot + 1] += 1
-            elif other > slot:
-                moved[slot + 1 : other + 1] -= 1
-            else:
-                continue
-            yield moved
+def _times_s(cut: Candidate) -> FloatArray:
+    """Return [num_chunks, num_stages] of a microbatch forward and backward."""
+    return np.array([(work.forward_s + work.backward_s)[:, 0] for work in cut.measured_works]).T
 
 
-def _chunks_forced_s(pieces: Pieces, shape: Shape, cuts: IntArray) -> FloatArray:
-    """Return [num_cuts, num_stages] the least time (s) that each stage forces.
+def _forced_s(cut: Candidate) -> float:
+    """Return the least time (s) that a stage forces.
 
     All its microbatches, and the way of the first one there and of the last one back through the
     slots before it.
     """
-    slot_s = np.diff(pieces.time_s[cuts], axis=1)
-    by_chunk = slot_s.reshape(len(cuts), shape.num_chunks, shape.num_stages)
-    ahead_s = np.cumsum(by_chunk[:, 0], axis=1) - by_chunk[:, 0]
-    forced_s: FloatArray = shape.num_microbatches * by_chunk.sum(axis=1) + ahead_s
-    return forced_s
+    times_s = _times_s(cut)
+    ahead_s = np.cumsum(times_s[0]) - times_s[0]
+    return float((cut.configuration.num_microbatches * times_s.sum(axis=0) + ahead_s).max())

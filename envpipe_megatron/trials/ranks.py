@@ -23,8 +23,6 @@ from envpipe_megatron.launch.node import run_torchrun
 
 #: Starts a line of a rank's standard output that is meant for the command.
 EVENT_MARK = "@envpipe "
-#: How long ranks get to give their clocks back before they are killed.
-GRACE_S = 15.0
 
 
 def rank_environment(emulated: Path) -> dict[str, str]:
@@ -75,9 +73,7 @@ def run_ranks(
                 log.write(line)
 
         try:
-            code = run_torchrun(
-                [*words, *program], environment, signals, take=take_line, log=log, ranks_s=GRACE_S
-            )
+            code = run_torchrun([*words, *program], environment, signals, take=take_line, log=log)
         finally:
             root = Path(environment[ROOT_VARIABLE])
             for index in list_emulated(root):  # also what a rank that was killed left behind

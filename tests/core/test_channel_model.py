@@ -1,11 +1,10 @@
 """Orders on channels of every capacity: searched exhaustively when small, by property beyond."""
 
 import random
-from collections import deque
 from itertools import pairwise, product
 
 import pytest
-from channel_search import stopping_points
+from channel_search import out_of_turn, stopping_points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import asked_for, examples
@@ -17,11 +16,9 @@ from envpipe_megatron.core.channel_model import (
     find_stall,
     hardware_capacity,
     inputs_of,
-    most_kept,
-    most_under_way,
     slots_of,
 )
-from envpipe_megatron.core.kinds import WHOLE, Kind, parse_unit
+from envpipe_megatron.core.kinds import parse_unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
@@ -99,9 +96,8 @@ def test_every_small_order_ends_as_the_model_says(size):
     for schedule in all_orders(*job, split=split, every=1 if asked_for("CORE") else every):
         for capacity in CAPACITIES:
             assert_one_stopping_point(schedule, capacity)
-        kept = [most_kept(schedule, s, kind) for s in range(job[0]) for kind in WHOLE]
         assert completes(schedule, None)
-        tried, early = tried + 1, early + any(kept)
+        tried, early = tried + 1, early + out_of_turn(schedule)
     assert tried / 10 < early < tried
 
 
@@ -142,64 +138,15 @@ def test_all_interleavings_of_random_orders_end_alike(rng):
         assert_one_stopping_point(schedule, capacity)
 
 
-def under_way(schedule, done):
-    """Of the channel that holds most, the messages sent and not received after so many units."""
-    width = schedule.units_per_stage
-    sent: dict[tuple[int, int, bool], list[int]] = {}
-    received: dict[tuple[int, int, bool], int] = {}
-    for stage in range(schedule.num_stages):
-        for place in range(stage * width, stage * width + done[stage]):
-            for taker in schedule.waiting[place]:
-                kind = bool(schedule.is_backward.flat[taker])
-                sent.setdefault((stage, taker // width, kind), []).append(taker)
-    for channel, takers in sent.items():
-        ran = [n for n, taker in enumerate(takers, 1) if taker % width < done[channel[1]]]
-        received[channel] = max(ran, default=0)
-    return max((len(takers) - received[c] for c, takers in sent.items()), default=0)
-
-
-def most_in_any_interleaving(schedule):
-    """By looking at every state that the stages can be in together."""
-    width, start = schedule.units_per_stage, (0,) * schedule.num_stages
-    seen, left, most = {start}, deque([start]), 0
-    while left:
-        done = left.popleft()
-        most = max(most, under_way(schedule, done))
-        for stage, units in enumerate(done):
-            sender = -1 if units == width else int(schedule.cross_dependency[stage * width + units])
-            if units < width and (sender < 0 or sender % width < done[sender // width]):
-                after = (*done[:stage], units + 1, *done[stage + 1 :])
-                if after not in seen:
-                    seen.add(after)
-                    left.append(after)
-    return most
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 3), (2, 5), (3, 4), (4, 3)])
-def test_as_many_messages_are_under_way_as_is_said_and_no_more(num_stages, num_microbatches):
-    rng = random.Random(num_microbatches)
-    orders = envpipe_orders(num_stages, num_microbatches)
-    orders += other_orders(num_stages, num_microbatches, max_chunks=2)
-    orders += [random_order(rng, num_stages, 3, split=rng.random() < 0.3) for _ in range(25)]
-    orders += [random_order(rng, 2, 2, 2) for _ in range(5)]
-    for schedule in orders:
-        most = most_in_any_interleaving(schedule)
-        if schedule.num_chunks == 1:
-            assert most_under_way(schedule) == most, where(schedule)
-        else:
-            assert most_under_way(schedule) >= most, where(schedule)
-
-
 @settings(deadline=None, max_examples=examples(40))
 @given(st.randoms(use_true_random=False))
 def test_with_its_slots_an_order_finishes_in_all_interleavings(rng):
     schedule = any_order(rng, 3, 3)
-    needed, most = slots_of(schedule, 1), most_under_way(schedule)
+    needed = slots_of(schedule, 1)
     assert needed == next(k for k in range(1, 99) if completes(schedule, k))
     slots = [slots_of(schedule, limit) for limit in range(1, 9)]
     assert slots == sorted(slots)
     assert all(needed <= own <= max(needed, limit) for limit, own in enumerate(slots, 1))
-    assert slots[-1] <= max(needed, most)
     for count in {needed, slots[-1]}:
         assert_one_stopping_point(schedule, count)
         assert completes(schedule, count)
@@ -247,11 +194,10 @@ def test_stall_on_a_channel_of_capacity_one_names_every_stuck_stage():
 
 def test_what_is_sent_before_a_message_is_received_before_it():
     schedule = schedule_of(3, "F0 F1 F2 B0 B1 B2", "F2 F1 F0 B0 B1 B2")
-    assert [most_kept(schedule, stage, Kind.FORWARD) for stage in range(2)] == [0, 2]
+    assert out_of_turn(schedule)
     assert [str(unit) for unit in inputs_of(schedule, 1)] == ["F0", "F1", "F2"]
     assert completes(schedule, 0)  # the second stage stands there from the start
     later = schedule_of(3, "F0 F1 F2 B1 B0 B2", "F1 B1 F0 B0 F2 B2")
-    assert [most_kept(later, 1, Kind.FORWARD), most_kept(later, 0, Kind.BACKWARD)] == [1, 0]
     assert [str(at) for at in find_stall(later, 0)] == [
         "stage 0 sends the output of F2 to stage 1",
         "stage 1 sends the output of B1 to stage 0",

@@ -262,7 +262,7 @@ def train(
 
 def train_in_full(jobs: FastJobs, folder: Path, model: str) -> dict[str, Any]:
     """From the profile to the steady phase; what was saved. `WITHOUT` behind the model."""
-    settings = {"baseline_steps": 20, "output": str(folder / f"output-{model}")}
+    settings: dict[str, Any] = {"baseline_steps": 20, "output": str(folder / f"output-{model}")}
     if model.endswith(WITHOUT):
         settings["gpu_control"] = "none"
     case = Case(model.removesuffix(WITHOUT), ())
@@ -274,7 +274,9 @@ def train_in_full(jobs: FastJobs, folder: Path, model: str) -> dict[str, Any]:
         engine.train_batch(data)
         steady += session.state.phase is Phase.STEADY
     engine.end_training()
-    return session.summary()
+    dist.barrier()  # the first rank has written it
+    bill = json.loads(Path(settings["output"], "summary.json").read_text())
+    return {**session.summary(), "job": bill["job"]}
 
 
 def main(folder: Path, num_steps: int, names: Sequence[str], rank: int) -> None:

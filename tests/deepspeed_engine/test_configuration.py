@@ -1,6 +1,7 @@
 """The block of EnvPipe in what `deepspeed.initialize` is called with, and layers split by time."""
 
 import argparse
+import itertools
 import json
 import math
 from contextlib import suppress
@@ -16,6 +17,7 @@ from envpipe_megatron.integrations.levels import JobError
 pytest.importorskip("deepspeed")
 
 import deepspeed
+import numpy as np
 import torch
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -46,7 +48,7 @@ from envpipe_megatron.integrations.hooking import BETWEEN_STEPS
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import Sizes
+from envpipe_megatron.search.layer_profile import Measure, Sizes
 from envpipe_megatron.search.partition import make_parts
 
 CONFIG = {"train_batch_size": 4, "envpipe": {"type": "uniform", "gpu": "a40"}}
@@ -151,6 +153,7 @@ def with_checkpoints(name):
         (with_checkpoints("synchronize_checkpoint_boundary"), "8", "wait for the"),
         (with_checkpoints("contiguous_memory_optimization"), "8", "contiguous"),
         ({"config": {"comms_logger": {"enabled": True}}}, "8", "comms_logger"),
+        ({"grad_layer": []}, "8", "no gradient"),
     ],
 )
 def test_engines_that_are_not_run(changes, queues, named, monkeypatch):
@@ -172,6 +175,7 @@ def an_engine(config=None, **changes):
         "is_pipe_partitioned": True,
         "is_grad_partitioned": True,
         "dynamic_shape": False,
+        "grad_layer": None,
         "_config": SimpleNamespace(
             activation_checkpointing_config=DeepSpeedActivationCheckpointingConfig(config or {}),
             comms_config=DeepSpeedCommsConfig(config or {}),
@@ -219,12 +223,12 @@ def test_layers_are_measured_and_split_by_time(tmp_path, monkeypatch):
         ),
     ]
     forward_s = [0.001, 0.010, 0.001, 0.010, 0.030]
-    times_s = iter([time_s * k for time_s in forward_s for k in (1, 3)])
+    times_s = iter(forward_s)
 
-    def measure(run, _gpu):
-        run()
-        time_s = next(times_s)
-        return time_s, 200 * time_s
+    def measure(forward, _gpu):
+        layer_profile._backward(forward())
+        time_s = np.array([next(times_s)])
+        return Measure(time_s, 2 * time_s, 200 * time_s, 400 * time_s)
 
     monkeypatch.setattr(layer_profile, "measure", measure)
     words = torch.randint(7, (2, 5))
@@ -246,15 +250,18 @@ def test_layers_are_measured_and_split_by_time(tmp_path, monkeypatch):
         make_parts(cut, [1] * 6, 2)
 
 
-def test_layers_of_a_meter_that_fails_at_times_have_times(tmp_path, monkeypatch):
-    measured = iter([(1.0, math.nan), (3.0, 9.0), (1.0, 2.0), (3.0, math.nan)])
-    monkeypatch.setattr(layer_profile, "measure", lambda *_: next(measured))
-    layers, batch = [torch.nn.Identity()] * 2, (torch.ones(1), torch.ones(1))
-    path = tmp_path / "layers.json"
-    layer_profile.profile_layers(layers, batch, None, torch.device("cpu"), path)
-    first, second = read_layers(path).at(Sizes()).values()
-    assert (first.forward_j, first.backward_j, first.backward_s[0]) == (None, None, 2.0)
-    assert (second.forward_j, second.backward_j) == ([2.0], None)
+@pytest.mark.parametrize("power_w", [200.0, math.nan])
+def test_joules_of_a_layer_are_shared_out_by_time_where_a_meter_knows_them(monkeypatch, power_w):
+    clock_s = itertools.count(0.0, 0.5)
+    monkeypatch.setattr(layer_profile, "now_s", lambda: next(clock_s))
+    monkeypatch.setattr(layer_profile, "_WINDOW_S", 0.0)
+    gpu = SimpleNamespace(energies_j=lambda windows: [power_w * each.runs for each in windows])
+    weight = torch.ones(1, requires_grad=True)
+    measured = layer_profile.measure(lambda: (weight * 2, torch.ones(1)), gpu)
+    assert (measured.forward_s, measured.backward_s) == ([0.5], [0.5])
+    joules = None if math.isnan(power_w) else [100.0]
+    assert (measured.forward_j, measured.backward_j) == (joules, joules)
+    assert weight.grad == 4.0, "once to warm up, once measured"
 
 
 def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after(monkeypatch):

@@ -271,6 +271,22 @@ def test_each_step_is_compared_with_the_baseline_that_was_in_force():
         assert got.slowdown_uncertainty_percent < 2, "that sequences grow is no scatter"
 
 
+def test_what_all_starts_have_saved_is_the_sum_of_what_each_has():
+    """A job that is restarted has as many GPUs, and more steps."""
+
+    def told(starts):
+        step = {"duration_s": 1.9, "baseline": BASELINE}
+        made = bill(*(
+            window(gpu, 50 * start + i, 100.0, run=f"a {STARTS[start]}", **step)
+            for start in starts for gpu in (0, 1) for i in range(50)
+        ))  # fmt: skip
+        assert made.steps("steady").iterations == made.comparison().iterations
+        return bill_lines(made, Tariff())[1].split(" +- ")[0]
+
+    assert told([0]) == "in 50 such steps: 0.694"
+    assert told([0, 1]) == "in 100 such steps: 1.389"
+
+
 def test_steps_without_a_baseline_are_in_no_saving():
     """Of one run that only measures, and of the steps before a baseline could be measured."""
     known = [window(0, i, 100.0, baseline=BASELINE, run="envpipe") for i in range(4)]

@@ -13,7 +13,6 @@ from envpipe_megatron.formats.steps import (
     Comparison,
     StepEnergy,
     compare,
-    mean_over_gpus,
     mean_steps,
     step_sums,
 )
@@ -90,25 +89,25 @@ def test_a_mean_of_two_has_an_error_and_of_one_none():
     assert error_of([3.0, 5.0]) == pytest.approx(12.706 / 1.96, rel=1e-4)
 
 
-def test_gpus_of_a_stage_stand_in_for_each_other():
-    def step(energy_j):
-        return StepEnergy(4, 1.0, 0.1, energy_j, None if energy_j is None else 3.0)
+def mean_of(*steps: StepEnergy | None) -> StepEnergy | None:
+    """Of a GPU each."""
+    means = mean_steps(np.sum([step_sums(step) for step in steps], axis=0))
+    return means and means[0]
 
-    def stage(*energies_j):
-        return sum(step_sums(step(energy_j)) for energy_j in energies_j)
 
-    mean = mean_over_gpus([stage(100.0, None), stage(300.0, 320.0)])
-    assert mean.energy_j == pytest.approx((100 + 100 + 300 + 320) / 4)
-    assert mean.metering_uncertainty_j == pytest.approx(math.hypot(6, 3, 3) / 4)
-    unmetered = mean_over_gpus([stage(None), stage(300.0)])
-    assert unmetered == StepEnergy(4, 1.0, 0.1, None, None)
-    assert mean_over_gpus([stage(100.0), step_sums(None)]) is None
+def test_gpus_stand_in_for_those_that_are_not_metered():
+    metered = [StepEnergy(4, 1.0, 0.1, energy_j, 3.0) for energy_j in (100.0, 300.0, 320.0)]
+    unmetered = StepEnergy(4, 1.0, 0.1, None, None)
+    assert mean_of(unmetered, unmetered) == unmetered
+    assert mean_of(*metered, None) is None
+    mean = mean_of(*metered, unmetered)
+    assert mean == StepEnergy(4, 1.0, 0.1, 240.0, pytest.approx(3 / math.sqrt(3)))
     unlike = [StepEnergy(4, 1.0, 0.1, 100.0, 3.0), StepEnergy(2, 2.0, 0.3, 300.0, 4.0)]
-    assert mean_over_gpus([step_sums(step) for step in unlike]) == StepEnergy(
-        3, 1.5, 0.2, 200.0, 2.5
-    )
-    unlike[1] = replace(unlike[1], time_uncertainty_s=None)
-    assert mean_over_gpus([step_sums(step) for step in unlike]).time_uncertainty_s is None
+    of_steps = (8 / 6, 1.0 / 6, 1000 / 6, math.hypot(12, 8) / 6)
+    assert mean_of(*unlike) == StepEnergy(3, *map(pytest.approx, of_steps))
+    single = replace(unlike[1], time_uncertainty_s=None)
+    assert mean_of(unlike[0], single).time_uncertainty_s == pytest.approx(0.1), "as of the others"
+    assert mean_of(single, single).time_uncertainty_s is None
 
 
 def sums_of(*windows: tuple[StepEnergy, int, float, float]) -> np.ndarray:

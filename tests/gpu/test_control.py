@@ -216,7 +216,7 @@ def test_none_allowed_is_one_warning_with_every_reason_and_remedy(machine):
     assert len(chosen.remedy.split(". ")) == 3
     assert "\n" not in chosen.warning
     with pytest.raises(GpuPermissionError, match=r"required.*nvml: .*lock_command"):
-        choose_control("auto", machine.site, require=True)
+        chosen.required()
 
 
 def test_a_back_end_that_was_named_is_taken_or_none(machine):
@@ -226,15 +226,9 @@ def test_a_back_end_that_was_named_is_taken_or_none(machine):
     assert "no zeusd at" in chosen.warning
     assert "lock_command" not in chosen.warning
     with pytest.raises(GpuPermissionError):
-        choose_control("zeusd", machine.site, require=True)
+        chosen.required()
     machine.start_zeusd()
-    assert choose_control("zeusd", machine.site).backend == "zeusd"
-
-
-@pytest.mark.parametrize("wanted", ["none", "dry_run"])
-def test_required_control_contradicts_wishing_for_none(machine, wanted):
-    with pytest.raises(GpuPermissionError, match="required"):
-        choose_control(wanted, machine.site, require=True)
+    assert choose_control("zeusd", machine.site).required().backend == "zeusd"
 
 
 @pytest.mark.parametrize("one_clock", [False, True])
@@ -244,7 +238,7 @@ def test_a_power_profile_goes_with_one_clock_only(machine, monkeypatch, one_cloc
     monkeypatch.setattr(NvmlGpu, "power_state", lambda gpu: enforced)
     monkeypatch.delenv("ENVPIPE_SITE_CONFIG", raising=False)
     uuid = machine.nvml.uuids[0]
-    chosen = choose_for(uuid, "auto", require=False, one_clock=one_clock)
+    chosen = choose_for(uuid, "auto", one_clock=one_clock)
     assert chosen.backend == ("nvml" if one_clock else None)
     assert ("max-Q" in chosen.why) is not one_clock
     machine.assert_untouched()

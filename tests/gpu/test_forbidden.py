@@ -111,13 +111,13 @@ class Walk:
         site = read_site()
         check_controls(site)
         for wanted in CHOICES:
-            for require in (False, True):
-                chosen = self.call(choose_control, wanted, site, require=require)
-                if chosen is None or wanted == "emulated":
-                    continue
-                gpu = self.call(open_controlled, self.machine.nvml.uuids[3], chosen, site)
-                if gpu is not None:
-                    self.use(gpu)
+            chosen = choose_control(wanted, site)
+            if wanted == "emulated":
+                continue
+            self.call(chosen.required)
+            gpu = self.call(open_controlled, self.machine.nvml.uuids[3], chosen, site)
+            if gpu is not None:
+                self.use(gpu)
 
     def walk_back_ends(self):
         for backend in CHOICES[1:]:

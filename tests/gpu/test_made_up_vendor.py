@@ -66,6 +66,8 @@ class AcmeGpu(VendorGpu):
     def rights(cls, site, devices):
         if not driver()["granted"]:
             raise GpuError("this user is not in the group acme", remedy="Join it")
+        if driver()["granted"] == "perhaps":
+            raise ZeroDivisionError("of the vendor's")
         return f"the group acme may lock {len(devices)} cards"
 
     def obstacle(self):
@@ -225,6 +227,9 @@ def test_what_it_refuses_is_said_and_nothing_is_changed(acme):
     assert "this user is not in the group acme" in doctor[1]
     assert reset[0] == 1
     assert "acme: this user is not in the group acme" in reset[1]
+    acme.says(granted="perhaps")
+    (doctor,) = acme.commands("doctor")
+    assert "it failed: ZeroDivisionError" in doctor[1]
     acme.says(sealed=["acme.b"])
     doctor, reset = acme.commands("doctor", "clocks reset")
     assert "GPU 1: The card is sealed" in doctor[1]

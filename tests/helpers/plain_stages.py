@@ -208,9 +208,9 @@ def _remembered(file: StateFile) -> EmulatedState:
     return _read(file)
 
 
-def _remembering(file: StateFile, new: EmulatedState) -> None:
+def _remembering(file: StateFile, new: EmulatedState, *, keep: bool) -> None:
     """What `_write` does, for this process to read it again as it was."""
-    _write(file, new)
+    _write(file, new, keep=keep)
     _known_states[file.path] = _version(file), _copy(new)
 
 

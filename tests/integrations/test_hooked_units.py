@@ -24,8 +24,8 @@ class Session:
         self.parts = SimpleNamespace(stage=0, collectives=collectives)
         self._begins = begins
 
-    def open_iteration(self, schedule, specs, *, full_batch):
-        self.told.append("open" if full_batch else "open part")
+    def open_iteration(self, schedule, specs):
+        self.told.append("open")
         left = list(schedule.stages[0])
         run = SimpleNamespace(units=schedule.stages[0], next_unit=left[0])
 
@@ -92,10 +92,10 @@ WHY = "In this iteration, F1 came in place of B0"
     [
         ([OWN, OWN], None),
         # Each number has an order.
-        ([("FB", "open part F0 B0"), OWN, ("FBFBFB", "open part F0 B0 F1 B1 F2 B2"), OWN], None),
+        ([("FB", "open F0 B0"), OWN, ("FBFBFB", "open F0 B0 F1 B1 F2 B2"), OWN], None),
         # A number whose units come otherwise from the first on has no level with units.
         ([OTHER], WHY),
-        ([OWN, ("FFFBBB", "open part F0 highest B0 F1 B1 F2 B2"), OWN], WHY),
+        ([OWN, ("FFFBBB", "open F0 highest B0 F1 B1 F2 B2"), OWN], WHY),
         # Units that come otherwise later end nothing.
         ([OWN, OTHER, OWN], None),
     ],
@@ -109,7 +109,7 @@ def test_what_a_session_is_told_of_one_call_after_another(job, calls, why):
 
 def test_a_unit_that_begins_within_another_is_followed_no_more():
     session: Any = Session(begins=True)
-    run = session.open_iteration(builders.one_f_one_b(1, 2), None, full_batch=True)
+    run = session.open_iteration(builders.one_f_one_b(1, 2), None)
     followed = UnitFollower(run, session.highest_clock)
     followed.begin(SeenUnit(Kind.FORWARD, 0))
     followed.begin(SeenUnit(Kind.BACKWARD))
@@ -121,7 +121,7 @@ def test_a_unit_that_begins_within_another_is_followed_no_more():
 
 def test_an_end_that_nobody_began_is_none():
     session: Any = Session()
-    run = session.open_iteration(builders.one_f_one_b(1, 1), None, full_batch=True)
+    run = session.open_iteration(builders.one_f_one_b(1, 1), None)
     followed = UnitFollower(run, session.highest_clock)
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         followed.begin(SeenUnit(kind))

@@ -161,6 +161,8 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
         ),
         (f"{PLANNED} --reconfigure greedy", "not go with --envpipe-reconfigure"),
         ("--gpu-control none --profile-only --output here", "changes no clock"),
+        ("--gpu-control none --require-control", "changes no clock"),
+        ("--gpu-control dry_run --require-control", "changes no clock"),
         ("--objective cost", "cost needs --envpipe-energy-price or"),
         ("--gpu-price 2", "gpu-price needs --envpipe-objective cost"),
         ("--objective edp --energy-price 0.3", "price needs --envpipe-objective cost"),

@@ -40,8 +40,17 @@ class Rank:
 
     def say_hello(self) -> Rank:
         send(self.connection, self.hello())
-        assert receive(self.connection) == {"event": "welcome", "node": self.agent.log.node}
+        welcome = {"event": "welcome", "node": self.agent.log.node, "endpoint": None}
+        assert receive(self.connection) == welcome
         return self
+
+    def collect(self, host: str = "localhost") -> dict[str, Any]:
+        """Say hello as rank 0 does, and return where agents are to send."""
+        send(self.connection, self.hello(collect={"host": host, "control": None}))
+        answer = receive(self.connection)
+        assert answer is not None
+        assert answer["event"] == "welcome"
+        return answer["endpoint"]
 
     def train(self, iteration: int, work_s: float = 0.5, **fields: Any) -> None:
         """Run a unit, and send the window from the refresh before it to the last one in it."""
@@ -69,12 +78,6 @@ class Rank:
     def bye(self) -> None:
         send(self.connection, {"op": "bye"})
         assert self.is_hung_up()
-
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        send(self.connection, message)
-        answer = receive(self.connection)
-        assert answer is not None
-        return answer
 
     def is_hung_up(self) -> bool:
         return receive(self.connection) is None

@@ -53,7 +53,7 @@ def train(monkeypatch, output) -> Callable[..., int]:
                 address=environment["ENVPIPE_AGENT_SOCKET"], log=SimpleNamespace(node="n0")
             )
             rank = nodes.rank(agent, nodes.gpu()).say_hello()
-            endpoint = rank.ask({"op": "collect", "host": "127.0.0.1"})["endpoint"]
+            endpoint = rank.collect("127.0.0.1")
             send(rank.connection, {"op": "send_to", "endpoint": endpoint})
             if others:
                 other = nodes.rank(nodes.agent("n1"), nodes.gpu(1), 1).say_hello()

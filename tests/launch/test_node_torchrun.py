@@ -184,7 +184,7 @@ def test_what_torchrun_is_told_to_handle():
         ([], "100", 110, 100),
         ([], "1m", 40, 30),  # torchrun refuses it itself
         (["--shutdown-timeout", "200"], "100", 210, 200),
-        (["--shutdown-timeout=5"], None, 15, 15),
+        (["--shutdown-timeout=5"], None, 15, 5),
     ],
 )
 def test_ranks_have_the_time_that_torchrun_gives_them(

@@ -63,6 +63,7 @@ def test_json_of_a_bill():
         "complete": False,
         "missing": missing,
         "comparison": None,
+        "other_batches": {},
         "facts": {"num_gpus": 3, "tokens_per_iteration": 50, "notes": ["no plan: why"]},
         "nodes": [
             {"node": "n0", **first, **ended, "agent": True},
@@ -127,6 +128,17 @@ def test_tables_and_sentences_of_a_bill():
         "no plan: why",
         "INCOMPLETE: n1 was lost: its energy up to its last line is in the bill",
     ]
+
+
+def test_batches_of_each_size_are_compared_as_in_the_jobs_own_bill():
+    base = {"iterations": 9, "time_s": 2.0, "time_uncertainty_s": None,
+            "energy_j": 125.0, "metering_uncertainty_j": 1.0}  # fmt: skip
+    made = bill(window(baseline=base), window(0, 1, 50.0, phase="steady m4", baseline=base))
+    facts, lines = bill_facts(made, Tariff()), bill_lines(made, Tariff())
+    savings = facts["comparison"], facts["other_batches"]["m4"]
+    assert [each["saving_percent"] for each in savings] == pytest.approx([20.0, 60.0])
+    assert "own baseline: a step takes 2 s" in lines[0]
+    assert "own baseline, batches of m4: a step takes 2 s" in lines[2]
 
 
 def test_a_gpu_that_serves_another_stage_or_rank_after_a_restart():

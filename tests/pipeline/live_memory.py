@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.execution.stage_run import execute
 from envpipe_megatron.runtime.job.session import Session
-from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import Reading, StageMemory
 
 #: Sequence x microbatch x hidden size, as in `training`, of four bytes each.
@@ -104,15 +103,13 @@ def peaks_of_orders(
 
     def run_iteration(session: Any, count: int, specs: Any, make_work: Any, **_: Any) -> None:
         order, memory = next(order_of), session.parts.memory
-        memory.watch = Watch.UNITS if order is ran else Watch.PEAK
-        watched = partial(execute, unit_ended=memory.begin_units())
+        watched = partial(execute, unit_ended=memory.watch())
         with patch("envpipe_megatron.runtime.job.session.execute", watched):
             session.rehearse(order, specs, make_work)
-        memory.units_ended()
         if order is ran:
             memory.learn(job.own_order, specs, ran)
         elif memory.stages is not None:
-            peaks.append(memory.peak_bytes())
+            peaks.append(memory.peak_bytes)
 
     with _watched_sessions() as sessions, patch.object(Session, "run_iteration", run_iteration):
         training.train(rank, replace(job, steps=3 + len(orders)), Ours(), root)

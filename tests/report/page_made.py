@@ -13,7 +13,8 @@ from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
-from envpipe_megatron.report.page.document import blocks_of, page_text, tiles_of
+from envpipe_megatron.report.page.document import page_text, tiles_of
+from envpipe_megatron.report.page.timelines import timelines_view
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.summary import Section, marks_of
 from envpipe_megatron.report.units import unit_table
@@ -84,9 +85,9 @@ def write_page(path: Path) -> Path:
     page = path / "index.html"
     run = folder(path)
     table = unit_table(run.timelines.iterations, STAGES, run.profile)
-    blocks = blocks_of(table, views_of(run, facts))
+    views = [timelines_view(table), *views_of(run, facts)]
     text = page_text(
-        "A job <&>", marks_of(run), SECTIONS, "report", tiles_of(facts, "emulated"), blocks
+        "A job <&>", marks_of(run), SECTIONS, "report", tiles_of(facts, "emulated"), views
     )
     page.write_text(text, encoding="utf-8")
     return page

@@ -12,7 +12,8 @@ from run_made import BACKWARD_S, FORWARD_S, iterations
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.account import NO_TARIFF, account_lines
 from envpipe_megatron.formats.steps import Comparison
-from envpipe_megatron.report.facts import ReportFacts, find_bubbles
+from envpipe_megatron.report.bubbles import find_bubbles
+from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.page.document import page_text, tiles_of
 from envpipe_megatron.report.summary import comparison_section, sections_of
 

@@ -20,8 +20,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from envpipe_megatron.report.charts import GREY, Chart, Marks, View
-from envpipe_megatron.report.page.document import blocks_of, page_text
+from envpipe_megatron.report.charts import GREY, Chart, Choice, Marks, View
+from envpipe_megatron.report.page.document import page_text
 
 pytestmark = [
     pytest.mark.xdist_group("browser"),  # one start of it
@@ -199,7 +199,7 @@ def test_the_pointer_tells_unit_clock_energy_and_slack(page):
 def test_another_iteration_pipeline_and_colour_can_be_chosen(page):
     units = 2 * STAGES * 2 * MICROBATCHES
     assert page.shown("after") == list(range(2 * units, 3 * units))
-    page.choose("after-iteration", "profile, 1: 0.18 s")
+    page.choose("after-group", "profile, 1: 0.18 s")
     assert page.shown("after") == list(range(units, 2 * units))
     assert page.shown("before") == list(range(units))
     page.choose("pipeline", "pipeline 1")
@@ -215,7 +215,7 @@ def test_another_iteration_pipeline_and_colour_can_be_chosen(page):
 def test_units_have_their_names_where_these_fit_and_gpus_their_waits(page):
     labels = "Array.from(it.view.filter.indices)"
     assert page.of("after labels", labels) == page.shown("after")
-    page.choose("after-iteration", "profile, 1: 0.18 s")
+    page.choose("after-group", "profile, 1: 0.18 s")
     assert page.of("after labels", labels) == page.shown("after")
     show_as(page.driver, WIDTHS_PX[1])
     page.until("return Bokeh.documents[0].get_model_by_name('after').inner_width < 300")
@@ -226,7 +226,9 @@ def test_units_have_their_names_where_these_fit_and_gpus_their_waits(page):
     )
     begins = "Array.from(it.view.filter.indices).map((i) => it.data_source.data.begin[i])"
     rows = "Array.from(it.view.filter.indices).map((i) => it.data_source.data.row[i])"
-    waits = set(zip(page.of("after waits", rows), page.of("after waits", begins), strict=True))
+    waits = set(
+        zip(page.of("after GPU waits", rows), page.of("after GPU waits", begins), strict=True)
+    )
     assert {(row, 0.0) for row in range(2 * STAGES) if row % STAGES} <= waits
 
 
@@ -246,10 +248,16 @@ def test_a_group_without_names_can_be_chosen(driver, tmp_path):
     groups = ["each GPU"] * 9 + ["each node"] * 9
     names = [f"{group} {number}" for number, group in enumerate(groups)]
     columns = {"x": [[0, 1]] * 18, "y": [[2, 3]] * 18, "group": groups, "name": names}
-    chart = Chart("many", "x", "y", [Marks("line", "", GREY, columns)], choice="Power of")
+    chart = Chart(
+        "many",
+        "x",
+        "y",
+        [Marks("line", "", GREY, columns)],
+        choice=Choice.of("Power of", ["each GPU", "each node"]),
+    )
     views = [View("many", "Many", "", [chart])]
     path = tmp_path / "index.html"
-    path.write_text(page_text("A job", (), (), "report", (), blocks_of(None, views)))
+    path.write_text(page_text("A job", (), (), "report", (), views))
     troubles(driver)
     page = Page(driver, path)
     page.choose("many-group", "each node")

@@ -12,7 +12,7 @@ from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.memory.peak import JobMemory, Watch
+from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.runtime.memory.stage import Reading
 
 
@@ -22,11 +22,13 @@ class FakeMemory:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity = capacity_bytes
         self.allocated = self.peak = self.unusable = self.resets = self.readings = 0
+        #: The most at once since somebody set it, whoever resets the peak.
+        self.most = 0
         self.reserved = 0
 
     def take(self, count: int) -> None:
         self.allocated += count
-        self.peak = max(self.peak, self.allocated)
+        self.peak, self.most = max(self.peak, self.allocated), max(self.most, self.allocated)
         assert self.allocated + self.unusable <= self.capacity, "out of memory"
 
     def give(self, count: int) -> None:
@@ -187,9 +189,11 @@ class FakeStage:
             self.gradients = 0
 
 
-def run_units(work: object, units: tuple[Unit, ...], memory: JobMemory) -> None:
+def run_units(
+    work: object, units: tuple[Unit, ...], memory: JobMemory, *, watched: bool = True
+) -> None:
     """What the interpreter does with a stage's work, without messages."""
-    unit_ended = memory.begin_units()
+    unit_ended = memory.watch() if watched else None
     begins_whole = False
     for unit in units:
         whole, begins_whole = begins_whole, unit.combined
@@ -208,7 +212,6 @@ def run_units(work: object, units: tuple[Unit, ...], memory: JobMemory) -> None:
         work.sent(unit)  # type: ignore[attr-defined]
         if unit_ended is not None:
             unit_ended(unit)
-    memory.units_ended()
 
 
 SPECS = StageSpecs.alike(TensorSpec(((5,),), (torch.float16,), torch.device("cpu")))
@@ -233,7 +236,7 @@ class FakeJob:
             pipeline = groups.group(("pipeline", replica), own, stages)
             tree = [groups.group(("stage", own), replica, replicas)]
             ranks = Collectives(own, pipeline, tree, replicas, replica)
-            memory = JobMemory(device, own, ranks, self._say(rank))
+            memory = JobMemory(device, ranks, self._say(rank))
             self.devices.append(device)
             self.ranks.append((rank % stages, stage, memory))
 
@@ -244,14 +247,14 @@ class FakeJob:
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             return list(pool.map(lambda rank: call(*rank), self.ranks))
 
-    def iterate(self, schedule, watch, iterations=1):
+    def iterate(self, schedule, iterations=1, *, watched=True):
         """The peak of each rank's units in the last of them."""
 
         def run(stage, work, memory):
             for _ in range(iterations):
-                memory.watch = watch
-                run_units(work, schedule.stages[stage], memory)
-                peak = memory._source.peak
+                memory._source.most = memory._source.allocated
+                run_units(work, schedule.stages[stage], memory, watched=watched)
+                peak = memory._source.most
                 work.end_iteration()
                 work.step()
             return peak
@@ -260,24 +263,20 @@ class FakeJob:
 
     def learn_parts(self, in_place):
         """Learn from an iteration of the framework's order with some backwards in two parts."""
-        self.iterate(self.own, Watch.PEAK, 2)
-        self.iterate(in_place, Watch.UNITS)
+        self.iterate(self.own, 2)
+        self.iterate(in_place)
         self.everywhere(lambda stage, work, memory: memory.learn(self.own, SPECS, in_place))
         return self.ranks[0][2].stages
 
-    def learn(self, profiled=3, specs=SPECS):
-        """Warm up, and profile; the last iteration counts."""
-        self.iterate(self.own, Watch.PEAK)
-        self.iterate(self.own, Watch.UNITS)
+    def learn(self, specs=SPECS):
+        """Warm up; the last iteration counts."""
+        self.iterate(self.own, 2)
 
         def run(stage, work, memory):
-            for left in reversed(range(profiled)):
-                memory.watch = Watch.PEAK
-                run_units(work, self.own.stages[stage], memory)
-                if not left:
-                    memory.learn(self.own, specs)
-                work.end_iteration()
-                work.step()
+            run_units(work, self.own.stages[stage], memory)
+            memory.learn(self.own, specs)
+            work.end_iteration()
+            work.step()
             return memory.stages
 
         found = self.everywhere(run)

@@ -11,13 +11,14 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.formats.job_file import JobKeys
 from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job import restarts
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.restarts import JobFolder, JobKeys
+from envpipe_megatron.runtime.job.restarts import JobFolder
 
 KEYS: JobKeys = {
     "units": {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},
@@ -63,8 +64,8 @@ def job_folder(path: Path | None, keys: JobKeys = KEYS, **given: Any) -> JobFold
         keys: in place of those that come from the options.
         given: other options.
     """
-    made: Any = JobFolder(path, alone())
     options = JobOptions(fingerprint={}, **given)  # type: ignore[arg-type]
+    made: Any = JobFolder(path, alone(), options.files)
     with patch.object(restarts, "job_keys", lambda *arguments: keys):
         made.resume(options, 2, None)
     return made  # type: ignore[no-any-return]

@@ -103,16 +103,16 @@ def train(
     try:
         steady = 0
         while steady < 5:
-            readings = device.readings
+            readings, device.most = device.readings, device.allocated
             session.run_iteration(
                 microbatches,
                 plain_stages.SPECS,
                 lambda schedule: HoldingWork(schedule, rank, stage),
             )
             phase = session.state.phase.value
-            of_units = max(0, device.readings - readings - 1)  # the last is of the iteration
-            told.readings_by_phase[phase] = told.readings_by_phase.get(phase, 0) + of_units
-            told.peak_bytes = device.peak
+            read = device.readings - readings
+            told.readings_by_phase[phase] = told.readings_by_phase.get(phase, 0) + read
+            told.peak_bytes = device.most
             stage.end_iteration()
             stage.step()
             steady += phase == "steady"

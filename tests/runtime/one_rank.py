@@ -54,10 +54,8 @@ class Memory:
     """Notes what is done with it."""
 
     def __init__(self) -> None:
-        self.watch: Any = None
         self.stages: Any = None
         self.calls: list[Any] = []
-        self.peaks: list[int | None] = [5, 9, 7]
         self.predicted: list[str] = []
         self.predicting: Exception | None = None
 
@@ -66,16 +64,13 @@ class Memory:
         self.calls.append(("learn", schedule.name))
         self.stages = (Known(10.0, 100.0), Known(20.0, 200.0))
 
-    def predict(self, schedule: Schedule, more_bytes: int = 0) -> None:
+    def predict(self, schedule: Schedule) -> None:
         self.predicted.append(schedule.name)
         if self.predicting is not None:
             raise self.predicting
 
-    def peak_bytes(self) -> int | None:
-        return self.peaks.pop(0)
-
-    def compare(self, peak: int | None) -> None:
-        self.calls.append(("compare", peak))
+    def compare(self) -> None:
+        self.calls.append(("compare",))
 
 
 def same(own: Any) -> Any:

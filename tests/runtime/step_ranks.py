@@ -264,6 +264,7 @@ def train_kept(
     wishes = {"type": "optimal", "scheduling": "1f1b", "sweep": True, **options}
     wanted = replace(
         config(root / "output", **wishes),
+        num_microbatches=FULL,
         fingerprint=FINGERPRINT,
         **(files or {}),
     )
@@ -274,7 +275,7 @@ def train_kept(
         for count in counts:
             made.begin()
             order = builders.one_f_one_b(3, count)
-            run = session.open_iteration(order, plain_stages.SPECS, full_batch=count == FULL)
+            run = session.open_iteration(order, plain_stages.SPECS)
             while run.next_unit is not None:
                 run.begin_unit()
                 run.end_unit()

@@ -144,7 +144,7 @@ def test_training_waits_for_no_file_of_its_folder(tmp_path, monkeypatch):
     begin_s = time.monotonic()
     for number in range(50):
         folder.keep_profile(profiled())
-        folder.keep_one_clock(number)
+        folder.keep(one_clock_mhz=number)
         folder.append("loop", {"number": number})
     assert asked.wait(LONG_S)
     assert time.monotonic() - begin_s < LONG_S / 2

@@ -36,7 +36,7 @@ def run(tmp_path, monkeypatch):
             take(event)
 
         try:
-            run_ranks(1, [], environment, tmp_path / "log", take_and_look)
+            run_ranks(1, ["rank.py"], environment, tmp_path / "log", take_and_look)
         finally:
             assert (locked_mhz, gpu.requested_frequency_mhz) == ([1200], None)
 

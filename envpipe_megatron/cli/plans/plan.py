@@ -20,8 +20,8 @@ from envpipe_megatron.cli.common import (
     options_of,
     taken,
 )
-from envpipe_megatron.cli.plans.tables import cells, show_summary
-from envpipe_megatron.console import say, show_table
+from envpipe_megatron.cli.plans.tables import show_figures, show_summary
+from envpipe_megatron.console import say
 from envpipe_megatron.core.conditions import SIDECAR_FIELDS, Conditions, make_conditions
 from envpipe_megatron.core.fields import (
     COUNT,
@@ -270,31 +270,27 @@ def _make_frontier(profile: Profile, request: PlanRequest, num_points: int, path
     name = Path(profile.source).name
     save(frontier_charts(plans), f"{name}: time and energy", path.with_suffix(".png"))
     shown = sorted({round(at * (len(plans) - 1) / 9) for at in range(10)})
-    rows = [cells(plans[index], _FIGURES) for index in shown]
-    some = f", {len(rows)} of them below" if len(rows) < len(plans) else ""
-    show_table(f"Frontier: {len(plans)} plans{some}", rows[0], (row.values() for row in rows))
+    some = f", {len(shown)} of them below" if len(shown) < len(plans) else ""
+    title = f"Frontier: {len(plans)} plans{some}"
+    show_figures(title, [plans[index] for index in shown], _FIGURES)
     say(f"Frontier written to {path}, its plans to {stored}")
 
 
 def _make_memory_frontier(profile: Profile, request: PlanRequest, path: Path) -> None:
     points = make_memory_frontier(profile, request)
+    plans = [point.plan for point in points]
     header = (
         "max_extra_forwards", "peak_in_flight", "order", "iteration_time_s", "energy_j",
         "energy_lower_bound_j", "saving_percent",
     )  # fmt: skip
-    limits = (
+    rows = (
         (
-            point.max_extra_forwards,
-            f"{point.peak_in_flight:g}",
-            point.plan.schedule.name,
-            point.plan.cost.iteration_time_s,
-            point.plan.cost.energy_j,
-            point.plan.energy_lower_bound_j,
-            point.plan.cost.saving_percent(point.plan.baseline.cost),
+            point.max_extra_forwards, f"{point.peak_in_flight:g}", plan.schedule.name,
+            *vars(plan.cost).values(), plan.energy_lower_bound_j,
+            plan.cost.saving_percent(plan.baseline.cost),
         )
-        for point in points
-    )
-    replace_files({path: [csv_text([header, *limits])]})
-    rows = [cells(point.plan, _OF_MEMORY) for point in points]
-    show_table("What memory buys", rows[0], (row.values() for row in rows))
+        for point, plan in zip(points, plans, strict=True)
+    )  # fmt: skip
+    replace_files({path: [csv_text([header, *rows])]})
+    show_figures("What memory buys", plans, _OF_MEMORY)
     say(f"Memory frontier written to {path}")

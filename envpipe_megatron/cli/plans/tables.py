@@ -1,12 +1,12 @@
 """Tables of the commands on plans: plans side by side, and what a search found.
 
-Enter at `show_plans`, or with figures in columns at `cells`; at `show_found` for `envpipe search`,
-and at `show_stages`, by which `envpipe partition` prints its split.
+Enter at `show_plans`, or with a row for each plan at `show_figures`; at `show_found` for `envpipe
+search`, and at `show_stages`, by which `envpipe partition` prints its split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -65,23 +65,25 @@ def facts_of(plan: Plan, baseline: Cost) -> dict[str, Any]:
     }
 
 
-def cells(plan: Plan, names: Collection[str]) -> dict[str, str]:
-    """Return figures of a plan beside its own baseline, by their names in tables."""
-    facts = facts_of(plan, plan.baseline.cost)
-    return {
-        shown: "" if facts[name] is None else write(facts[name])
-        for name, shown, write in _FIGURES
-        if name in names
-    }
+def show_figures(title: str, plans: Sequence[Plan], names: Collection[str]) -> None:
+    """Print figures of plans beside their own baselines, a row each."""
+    figures = [figure for figure in _FIGURES if figure[0] in names]
+    facts = [facts_of(plan, plan.baseline.cost) for plan in plans]
+    rows = ([_cell(each[name], write) for name, _, write in figures] for each in facts)
+    show_table(title, [shown for _, shown, _ in figures], rows)
 
 
 def show_plans(title: str, columns: Mapping[str, dict[str, Any]]) -> None:
     """Print the `facts_of` plans, a column each, but for what none of them has."""
     rows = [
-        (shown, *("" if each[name] is None else write(each[name]) for each in columns.values()))
+        (shown, *(_cell(each[name], write) for each in columns.values()))
         for name, shown, write in _FIGURES
     ]
     show_table(title, ("", *columns), (row for row in rows if any(row[1:])))
+
+
+def _cell(value: Any, write: Callable[[Any], str]) -> str:
+    return "" if value is None else write(value)
 
 
 def show_summary(plan: Plan) -> None:

@@ -86,7 +86,7 @@ class Zeusd:
     def __init__(self, address: Path, time_limit_s: float = _REQUEST_TIME_LIMIT_S) -> None:
         self.address = address
         self._time_limit_s = time_limit_s
-        token = os.environ.get(_TOKEN_VARIABLE)
+        token = os.environ.get(_TOKEN_VARIABLE, "").strip()  # a file's ends in a line break
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def discover(self) -> ZeusdOffer:
@@ -152,7 +152,10 @@ class Zeusd:
         return self._connected(work, again=False)
 
     def _ask(self, connection: _Connection, method: str, target: str) -> dict[str, Any]:
-        connection.request(method, target, headers=self._headers)
+        try:
+            connection.request(method, target, headers=self._headers)
+        except ValueError:  # whose text has the token
+            raise self._no_right("it was given characters that no token has") from None
         response = connection.getresponse()
         body = response.read()
         if response.status != 200:
@@ -168,17 +171,17 @@ class Zeusd:
     def _discover(self, connection: _Connection) -> ZeusdOffer:
         answer = self._ask(connection, "GET", "/discover")
         try:
-            gpus = [(gpu["id"], gpu.get("pci_address")) for gpu in answer["gpus"]]
-            groups = frozenset(answer["enabled_api_groups"])
+            gpus = [(int(gpu["id"]), gpu.get("pci_address")) for gpu in answer["gpus"]]
+            groups = frozenset(map(str, answer["enabled_api_groups"]))
             auth_required = bool(answer["auth_required"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._foreign("/discover", json.dumps(answer).encode()) from error
         if any(not isinstance(address, str) for _, address in gpus):
             raise GpuError(
                 f"Zeusd at {self.address} does not report the PCI addresses of its GPUs",
                 remedy="Upgrade zeusd to 0.5 or newer: a number does not name a GPU safely",
             )
-        gpu_ids = {pci_address(address): int(gpu_id) for gpu_id, address in gpus}
+        gpu_ids = {pci_address(address): gpu_id for gpu_id, address in gpus}
         return ZeusdOffer(gpu_ids, groups, auth_required)
 
     def _refused(self, status: int, reason: str, target: str) -> GpuError:

@@ -63,10 +63,11 @@ class EmulatedGpu(VendorGpu):
         # A path is kept absolute, since other processes may run in other folders.
         reference = str(resolve_preset(preset)) if preset.endswith(".toml") else preset
         file = StateFile(_folder(root), index)
-        state = file.create(EmulatedState(reference, model.max_frequency_mhz))
-        if state.preset != reference:
+        fresh = EmulatedState(reference, model.max_frequency_mhz)
+        found = file.change(lambda state: state.preset, fresh=fresh)
+        if found != reference:
             raise GpuError(
-                f"Emulated GPU {file.path} exists with preset {state.preset!r}",
+                f"Emulated GPU {file.path} exists with preset {found!r}",
                 value=reference,
                 remedy="Use that preset, delete the folder, or set ENVPIPE_EMULATED_ROOT",
             )

@@ -212,81 +212,63 @@ class StateFile:
         except ValueError as error:
             raise self._broken(str(error)) from error
 
-    def change(self, work: Callable[[EmulatedState], Result], *, keep: bool = False) -> Result:
+    def change(
+        self,
+        work: Callable[[EmulatedState], Result],
+        *,
+        fresh: EmulatedState | None = None,
+        keep: bool = False,
+    ) -> Result:
         """Have only `work` change the state, and write it when that ends without error.
-
-        With `keep`, this object goes on with a state that cannot be written, and logs it. Raises
-        GpuError if the state is missing or wrong, or without `keep` cannot be written.
-        """
-
-        def change_state() -> Result:
-            state = self.read()
-            result = work(state)
-            try:
-                self._write(state)
-                self._kept = None
-            except GpuError as error:
-                if not keep:
-                    raise
-                if self._kept is None:
-                    logger.error("Other processes see no work of an emulated GPU: %s", error)
-                self._kept = state.to_json()
-            return result
-
-        return self._locked(change_state)
-
-    def create(self, fresh: EmulatedState) -> EmulatedState:
-        """Write `fresh` if no state exists; return the state that is there then.
-
-        Raises GpuError if the folder cannot be used, or holds a foreign file there.
-        """
-        try:
-            # Private to the user: other processes trust what is written here.
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._unusable(error) from error
-
-        def write_unless_there() -> EmulatedState:
-            if self.path.exists():
-                return self.read()
-            self._write(fresh)
-            return fresh
-
-        return self._locked(write_unless_there)
-
-    def _locked(self, work: Callable[[], Result]) -> Result:
-        """Do `work` under the lock.
 
         Not a context manager: a signal handler may raise between its lines and the block, and what
         its traceback then keeps locked is what the way out, which resets the clock, waits for. In
         one frame Python looks for signals only if `finally` follows or nothing is locked.
+
+        Args:
+            fresh: the state of a GPU that is made if there is none.
+            keep: whether this object goes on with a state that cannot be written, and logs it.
+
+        Raises GpuError if the state is missing or wrong, or without `keep` cannot be written.
         """
-        descriptor = self._open_lock()
+        descriptor = self._open_lock(make=fresh is not None)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            return work()
+            state = self.read() if fresh is None or self.path.exists() else fresh
+            result = work(state)
+            self._write(state, keep=keep)
+            return result
         finally:
             # Closing is not enough: a child that was forked meanwhile keeps file and lock.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
-    def _open_lock(self) -> int:
+    def _open_lock(self, *, make: bool) -> int:
         # Opened each time: a lock belongs to the opened file, so threads exclude each other.
         try:
+            if make:  # private to the user: other processes trust what is written here
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            if not self.path.parent.exists():
+            if not make and not self.path.parent.exists():
                 self.read()  # says that there is no such GPU
             raise self._unusable(error) from error
 
-    def _write(self, state: EmulatedState) -> None:
+    def _write(self, state: EmulatedState, *, keep: bool) -> None:
         # One name for the new file is enough under the lock, and what a killed writer left of it
         # is overwritten instead of piling up.
+        text = state.to_json()
         try:
-            self._new_path.write_bytes(state.to_json())
+            self._new_path.write_bytes(text)
             self._new_path.replace(self.path)
+            self._kept = None
         except OSError as error:
-            raise self._unusable(error) from error
+            unusable = self._unusable(error)
+            if not keep:
+                raise unusable from error
+            if self._kept is None:
+                logger.error("Other processes see no work of an emulated GPU: %s", unusable)
+            self._kept = text
 
     def _broken(self, problem: str) -> GpuError:
         return GpuError(

@@ -152,8 +152,8 @@ class Hold:
     def release(self) -> None:
         """End clock control: the guard resets the GPU once more, deletes the lease and ends.
 
-        The second call does nothing. Raises GuardError if the guard, or this process in its place,
-        did not finish in time.
+        A second call returns at once, or waits for what a signal kept the first from waiting for.
+        Raises GuardError if the guard, or this process in its place, did not finish in time.
         """
         if os.getpid() != self._pid:
             return

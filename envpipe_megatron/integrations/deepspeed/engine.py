@@ -1,29 +1,29 @@
 """DeepSpeed's PipelineEngine, whose training steps are executed from a schedule.
 
-Units run DeepSpeed's own instructions: to load a microbatch, to run a forward or a backward, to
-reduce gradients and to step. Their order, and the messages between stages, are EnvPipe's.
+Units run what DeepSpeed's own instructions run: to load a microbatch, a forward or a backward, what
+is sent behind them, to reduce gradients and to step. Their order, and how messages are carried, are
+EnvPipe's.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from types import MethodType
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as pipe
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
-from deepspeed.runtime.utils import PartitionedTensor
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.core.kinds import Kind, Unit
-from envpipe_megatron.integrations.hooking import BETWEEN_STEPS, paused
+from envpipe_megatron.integrations.hooking import BETWEEN_STEPS, paused, replaced
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
-    JobError,
     Level,
     Limit,
     frees_while_training,
@@ -118,18 +118,14 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
         try:
-            self.session.run_iteration(
-                self.micro_batches,
-                self._specs,
-                lambda schedule: _Units(self),
-                full_batch=self.micro_batches == self.session.options.num_microbatches,
-            )
+            self.session.run_iteration(self.micro_batches, self._specs, lambda _: _Units(self))
         except MemoryFullError as error:  # on all ranks, and no unit has run
             self._leave_to_deepspeed(str(error))
             super()._exec_schedule(pipe_schedule)
             return
-        for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
-            self.run_instruction(instruction)
+        self._exec_reduce_tied_grads()
+        self._exec_reduce_grads()
+        self._exec_optimizer_step()
 
     def _check_again(self) -> None:
         """Leave all steps to DeepSpeed, on all ranks, if one set what EnvPipe does not run."""
@@ -141,41 +137,24 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         """Leave this step and all later ones to DeepSpeed, and only measure."""
         self.job.lower([Limit("DeepSpeed's own schedule", Level.OBSERVE, why)])
 
-    def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
-        """Run one of DeepSpeed's instructions."""
-        MethodType(self._INSTRUCTION_MAP[type(instruction)], self)(**instruction.kwargs)
-
-    @property
-    def carries_mask(self) -> bool:
-        """Return whether a message ends with truth values, which DeepSpeed sends as fp16."""
-        return bool(self.has_attention_mask or self.has_bool_tensors)
-
     def _learned_specs(self) -> StageSpecs:
         """Return what messages carry, from the buffers that DeepSpeed has received them in."""
-        receives = {}
-        if not self.is_first_stage():
-            received = _as_list(self.pipe_recv_buf)
-            self._takes_tuple = isinstance(self.pipe_recv_buf, tuple)
-            if self.carries_mask:
-                received[-1] = received[-1].bool()
-            receives[Kind.FORWARD] = TensorSpec.of(received)
-        if not self.is_last_stage():
-            gradients = _as_list(self.grad_layer)
-            if not gradients:
-                raise JobError(
-                    f"No output of stage {self.stage_id} needs a gradient",
-                    remedy="Split the layers elsewhere, or train without EnvPipe.",
-                )
-            receives[Kind.BACKWARD] = TensorSpec.of(gradients)
+        buffers = {Kind.FORWARD: self.pipe_recv_buf, Kind.BACKWARD: self.grad_layer}
+        self._takes_tuple = isinstance(self.pipe_recv_buf, tuple)
+        receives = {
+            kind: TensorSpec.of(_as_list(buffer))
+            for kind, buffer in buffers.items()
+            if buffer is not None and len(buffer)
+        }
         # Those of this pipeline: parts of partitioned activations may differ in size.
         by_stage = self.session.parts.collectives.in_pipeline(receives)
-        sends = {}
-        if not self.is_last_stage():
-            sends[Kind.FORWARD] = by_stage[self.stage_id + 1][Kind.FORWARD]
-        if not self.is_first_stage():
-            sends[Kind.BACKWARD] = by_stage[self.stage_id - 1][Kind.BACKWARD]
-        here = {kind: TensorSpec(s.shapes, s.dtypes, self.device) for kind, s in sends.items()}
-        return StageSpecs(receives, here, vary=self.dynamic_shape)
+        receivers = (Kind.FORWARD, self.stage_id + 1), (Kind.BACKWARD, self.stage_id - 1)
+        sends = {
+            kind: replace(by_stage[stage][kind], device=self.device)
+            for kind, stage in receivers
+            if 0 <= stage < len(by_stage) and kind in by_stage[stage]
+        }
+        return StageSpecs(receives, sends, vary=self.dynamic_shape)
 
     def _print_energy(self) -> None:
         """Print and write the energy since the last time; all ranks do so after the same step."""
@@ -208,17 +187,16 @@ class _Units(StageWork):
         """Run a forward."""
         engine, slot = self._engine, unit.microbatch
         if inputs is not None:
+            if engine.has_attention_mask or engine.has_bool_tensors:  # sent as fp16
+                inputs[-1] = inputs[-1].bool()
             self._buffers["inputs"][slot] = tuple(inputs) if engine._takes_tuple else inputs[0]
         if engine.is_first_stage() or engine.is_last_stage():
-            engine.run_instruction(pipe.LoadMicroBatch(slot))
-        engine.run_instruction(pipe.ForwardPass(slot))
+            engine._exec_load_micro_batch(slot)
+        engine._exec_forward_pass(slot)
         if engine.is_last_stage():
             self._losses[slot] = engine.loss
             return []
-        outputs = _as_list(self._buffers["outputs"][slot])
-        if engine.carries_mask:
-            outputs[-1] = outputs[-1].half().bool()  # what DeepSpeed's receivers make of it
-        return outputs
+        return self._sent(engine._exec_send_activations, slot)
 
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a backward; what the microbatch held is let go."""
@@ -228,32 +206,22 @@ class _Units(StageWork):
         else:
             outputs = self._buffers["outputs"][slot]
             engine.grad_layer = gradients if isinstance(outputs, tuple) else gradients[0]
-        engine.run_instruction(pipe.BackwardPass(slot))
-        sent = [] if engine.is_first_stage() else self._gradients_of_inputs(unit)
+        engine._exec_backward_pass(slot)
+        sent = [] if engine.is_first_stage() else self._sent(engine._exec_send_grads, slot)
         for held in self._buffers.values():
             held[slot] = None
         engine.grad_layer = None
         return sent
 
-    def _gradients_of_inputs(self, unit: Unit) -> list[torch.Tensor]:
-        """Return what the stage before gets, as DeepSpeed's SendGrad sends it."""
-        engine = self._engine
-        inputs = _as_list(self._buffers["inputs"][unit.microbatch])
-        if engine.is_grad_partitioned:  # the others of a tuple get none
-            inputs = inputs[:1]
-        gradients = [tensor.grad for tensor in inputs if tensor.is_floating_point()]
-        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
-        if missing:
-            raise JobError(
-                f"An input of stage {engine.stage_id} got no gradient in {unit}",
-                value=missing,
-                remedy="Let layers use all floating-point tensors that they are handed.",
-            )
-        if engine.is_grad_partitioned:
-            group = engine.grid.get_slice_parallel_group()
-            part = PartitionedTensor(tensor=gradients[0], group=group)
-            return [part.to_meta(), part.data()]
-        return [gradient for gradient in gradients if gradient is not None]
+    def _sent(self, send: Callable[[int], None], slot: int) -> list[torch.Tensor]:
+        """Return what DeepSpeed sends of a microbatch, but for shapes."""
+        sent: list[torch.Tensor] = []
+        with (
+            replaced(p2p, send=lambda tensor, stage: sent.append(tensor)),
+            replaced(self._engine, dynamic_shape=False),
+        ):
+            send(slot)
+        return sent
 
 
 def not_run(engine: PipelineEngine) -> list[str]:
@@ -275,6 +243,7 @@ def not_run(engine: PipelineEngine) -> list[str]:
         f"dynamic_shape with {QUEUES_VARIABLE} below 8": (
             engine.dynamic_shape and hardware_capacity(os.environ) is not None
         ),
+        "a stage whose outputs need no gradient": engine.grad_layer == [],
         FREES_WHILE_TRAINING: frees_while_training(),
         "activation checkpoints that wait for the device (synchronize_checkpoint_boundary)": (
             checkpointing.SYNCHRONIZE or checkpoints.synchronize_checkpoint_boundary

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu, Window, now_s
 from envpipe_megatron.search.layer_file import layers_text
@@ -29,8 +28,6 @@ from envpipe_megatron.search.layer_profile import (
 
 #: A counter that refreshes ten times a second is right to a few percent over this.
 _WINDOW_S = 1.5
-#: Files have times and energies above 0: a microsecond, a microjoule.
-_LEAST = 1e-6
 
 
 def profile_layers(
@@ -61,16 +58,8 @@ def profile_layers(
             function = _on_device(layer, device)
             if index == len(layers) - 1 and loss_fn is not None:
                 function = _with_loss(function, loss_fn, labels)
-            forward = partial(function, inputs)
-            forward_s, forward_j = measure(forward, gpu)
-            both_s, both_j = measure(partial(_forward_and_backward, forward), gpu)
-            measures[str(index)] = Measure(
-                _amount(forward_s),
-                _amount(both_s - forward_s),
-                _joules(forward_j),
-                _joules(both_j - forward_j),
-            )
-            inputs = _detached(forward())
+            measures[str(index)] = measure(partial(function, inputs), gpu)
+            inputs = _detached(function(inputs))
     profile = LayerProfile(
         blocks=tuple(Block((name,)) for name in measures),
         frequency_mhz=np.array(gpu.frequency_mhz),
@@ -82,27 +71,27 @@ def profile_layers(
     replace_files({path: [layers_text(profile)]})
 
 
-def measure(run: Callable[[], object], gpu: RankGpu) -> tuple[float, float]:
-    """Return time in s and energy in J of one run, after one that warms up; NaN J if not known."""
-    run()
-    now_s()
-    begin_s, count = time.monotonic(), 0
-    while time.monotonic() < begin_s + _WINDOW_S:
-        run()
-        now_s()
-        count += 1
-    window = Window(begin_s, time.monotonic(), count)
+def measure(forward: Callable[[], Any], gpu: RankGpu) -> Measure:
+    """Measure a layer by its forward, and backward, after one of both that warms up.
+
+    Both take the same power; without joules where the meter knows none.
+    """
+    _backward(forward())
+    times_s: list[tuple[float, float]] = []
+    begin_s = time.monotonic()
+    while not times_s or time.monotonic() < begin_s + _WINDOW_S:
+        begun_s = now_s()
+        outputs = forward()
+        ready_s = now_s()
+        _backward(outputs)
+        times_s.append((ready_s - begun_s, now_s() - ready_s))
+    window = Window(begin_s, time.monotonic(), len(times_s))
     (energy_j,) = gpu.energies_j([window])
-    return window.run_s, energy_j
-
-
-def _amount(value: float) -> FloatArray:
-    """Return [1] a value; of a layer without weights, the backward may take no time at all."""
-    return np.array([max(value, _LEAST)])
-
-
-def _joules(value: float) -> FloatArray | None:
-    return None if np.isnan(value) else _amount(value)
+    forward_s, backward_s = np.mean(times_s, axis=0)[:, None]
+    power_w = energy_j / (forward_s + backward_s)
+    if np.isnan(power_w):
+        return Measure(forward_s, backward_s)
+    return Measure(forward_s, backward_s, power_w * forward_s, power_w * backward_s)
 
 
 def _on_device(layer: Any, device: torch.device) -> Callable[..., Any]:
@@ -123,8 +112,7 @@ def _with_loss(
     return lambda inputs: loss_fn(function(inputs), labels)
 
 
-def _forward_and_backward(forward: Callable[[], Any]) -> None:
-    outputs = forward()
+def _backward(outputs: Any) -> None:
     tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     learned = [tensor for tensor in tensors if tensor.requires_grad]
     if learned:

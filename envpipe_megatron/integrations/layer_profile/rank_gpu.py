@@ -112,7 +112,7 @@ def _open(clocks_mhz: Sequence[int]) -> Gpu:
     uid = uid_of_cuda_device(str(properties.uuid))
     if not clocks_mhz:
         return look_at(uid)
-    return open_controlled(uid, choose_control("auto", read_site(), require=True))
+    return open_controlled(uid, choose_control("auto", read_site()).required())
 
 
 class Marks:

@@ -85,8 +85,8 @@ class ForwardBackward:
 
         Arguments and result are those of megatron-core's function: on the last stage what the loss
         function reduced, one entry per microbatch. If the first call has what EnvPipe does not run,
-        all go to that function, and `end_step` returns why. Raises MemoryFullError as `Session`
-        does.
+        all go to that function, and `end_step` returns why; so does a later one that has arguments
+        of another version. Raises MemoryFullError as `Session` does.
         """
         given, arguments = arguments, {**_DEFAULTS, **arguments}
         groups = arguments["pg_collection"] or _default_groups()
@@ -98,12 +98,10 @@ class ForwardBackward:
                 self._session.parts.memory.waiting_bytes = split_backward.waiting_bytes(arguments)
         own = self._framework_function or get_forward_backward_func()
         left = self._framework_iterations_left
-        if arguments["collect_non_loss_data"] or self._against or left:
+        if arguments["collect_non_loss_data"] or self._against or left or _unknown(arguments):
             self._framework_iterations_left -= left > 0
             losses: list[Any] = own(**given)
             return losses
-        if unknown := _unknown(arguments):  # the first call had none: see `_why_not`
-            raise TypeError(f"Only later calls have arguments of another version: {unknown}")
         if self._check is not None and not self._check.done:
             return self._check(arguments, _specs(arguments, groups), own, self._interpret)
         return self._interpret(arguments)
@@ -137,9 +135,7 @@ class ForwardBackward:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
         if rehearsal is None:
-            count = arguments["num_microbatches"]
-            full = count == self._session.options.num_microbatches
-            self._session.run_iteration(count, specs, make_work, full_batch=full)
+            self._session.run_iteration(arguments["num_microbatches"], specs, make_work)
         else:
             order, tried = rehearsal.order, rehearsal.of
             self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))

@@ -190,7 +190,7 @@ class Training(LeveledJob):
         """
         assert self._framework_function is not None
         count = arguments["num_microbatches"]
-        followed = self.follow(self._order_of(count), full_batch=count == self._microbatches)
+        followed = self.follow(self._order_of(count))
         with reported_units(followed):
             losses = self._framework_function(**arguments)
         followed.complete()

@@ -52,11 +52,6 @@ class MegatronWork:
         self._chunks, self._config, self._checked = chunks, config, checked
         stage: int = groups.pp.rank()
         self.last_stage: bool = stage == groups.pp.size() - 1
-        if schedule.num_chunks != len(chunks):
-            raise JobError(
-                f"The model has {len(chunks)} chunk(s) a stage, the schedule {schedule.num_chunks}",
-                remedy="Plan for as many chunks as the model has.",
-            )
         order = schedule.stages[stage]
         forwards = [unit for unit in order if unit.kind is Kind.FORWARD]
         self._first_forwards = set({unit.chunk: unit for unit in reversed(forwards)}.values())

@@ -178,11 +178,12 @@ class NodeAgent:
                     case "hello":
                         ledger = await self.gpus.welcome(message)
                         task.set_name(f"rank {message.get('rank')}")
-                        send(connection, {"event": "welcome", "node": self.log.node})
-                    case "collect":
-                        self._collector.is_the_jobs, self.control = True, message.get("control")
-                        endpoint = await self._collector.start(str(message["host"]))
-                        send(connection, {"event": "collecting", "endpoint": endpoint})
+                        endpoint = None
+                        if asked := message.get("collect"):
+                            self._collector.is_the_jobs, self.control = True, asked["control"]
+                            endpoint = await self._collector.start(str(asked["host"]))
+                        welcome = {"event": "welcome", "node": self.log.node, "endpoint": endpoint}
+                        send(connection, welcome)
                     case "send_to":
                         endpoint = message["endpoint"]
                         # Another agent collects if torchrun goes on with another rank 0.

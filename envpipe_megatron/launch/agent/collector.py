@@ -39,7 +39,7 @@ _HELLO_S = 10.0
 _BACKLOG = 1024
 #: A node that lost its power does not close its connection, and may come back with another log:
 #: the connection ends after half a minute without an answer to a probe.
-_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 _ANSWER_S = 5.0
 #: A name may have an address that does not answer, and then another.
@@ -79,9 +79,8 @@ class Collector:
             listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
             # Connections inherit these.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
-            for name, value in _KEEPALIVE.items():
-                if hasattr(socket, name):  # macOS calls the first one otherwise
-                    listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            for option, value in _KEEPALIVE.items():
+                listener.setsockopt(socket.IPPROTO_TCP, option, value)
             self._server = await asyncio.start_server(
                 self._serve, sock=listener, backlog=_BACKLOG, limit=_MOST_BYTES
             )

@@ -23,7 +23,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text, replace_files
 from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.formats.bill import Bill
-from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.formats.wishes import parse_wishes
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
@@ -173,7 +172,7 @@ class _NodeMetrics(Collector):
         add("job_energy_joules_total", total.energy_j, job)
         add("job_token_joules", each_j.get("token"), job)
         tokens = bill.fact("tokens_per_iteration")
-        if tokens is not None and not any(split_phase(phase)[1] for _, _, phase, _ in bill.phases):
+        if tokens is not None and bill.has_one_batch:
             add("job_tokens_total", iterations * tokens, job)
         known = self._tariff.facts(total.energy_j)
         add("job_cost_total", known.get("cost"), job)

@@ -26,18 +26,6 @@
       (data.end[i] - data.begin[i]) * wide >= 7 * data.label[i].length + 3);
     if (fit.length > 0 || filter.indices.length > 0) filter.indices = fit;
   };
-  const showIteration = (plot, shown) => {
-    for (const part of ["waits", "units", "path"]) {
-      const {data_source: {data}, view} = named(`${plot} ${part}`);
-      view.filter.indices = [...data.iteration.keys()].filter(
-        (i) => data.iteration[i] === shown && (part !== "path" || data.critical[i]),
-      );
-    }
-    label(plot);
-  };
-  for (const plot of timelines) {
-    select(`${plot}-iteration`, (value) => showIteration(plot, Number(value)));
-  }
 
   select("colour", (title) => {
     for (const plot of timelines) {
@@ -64,12 +52,15 @@
   for (const control of document.querySelectorAll("select[id$='-group']")) {
     control.addEventListener("change", () => {
       const plot = named(control.id.slice(0, -"-group".length)), shown = new Map();
-      for (const {data_source, view} of plot.renderers) {
-        const group = Array.from(data_source.data.group);
+      for (const {data_source: {data}, name, view} of plot.renderers) {
+        if (name === `${plot.name} labels`) continue;  // those that fit
+        const group = Array.from(data.group, String);
         view.filter.indices = [...group.keys()].filter((i) => group[i] === control.value);
-        for (const i of view.filter.indices) shown.set(data_source.data.name[i], i);
+        for (const i of view.filter.indices) shown.set(data.name?.[i], i);
       }
+      if (timelines.includes(plot.name)) label(plot.name);
       for (const item of legendOf(plot)) {  // too many names have no legend
+        if (!("name" in item.renderers[0].data_source.data)) continue;  // of all groups
         const index = shown.get(item.label.value);  // the mark whose look the name has
         item.setv(index === undefined ? {visible: false} : {visible: true, index});
       }

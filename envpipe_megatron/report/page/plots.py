@@ -1,9 +1,9 @@
-"""Charts and the timelines of units, drawn with Bokeh."""
+"""Charts as plots of the page, drawn with Bokeh; enter at `draw_view`."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from bokeh.models import (
@@ -18,42 +18,48 @@ from bokeh.models import (
     LinearColorMapper,
     Range,
     Range1d,
-    Ticker,
     WheelZoomTool,
 )
 from bokeh.models.annotations import ColorBar, Legend, LegendItem
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 from bokeh.transform import transform
-from numpy.typing import NDArray
 
-from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.report.charts import (
-    BLUE,
-    GREY,
-    INK,
-    ORANGE,
-    PATH,
-    SKY,
-    VERMILION,
-    Chart,
-    Marks,
-    is_bright,
-)
-from envpipe_megatron.report.units import KINDS, UnitTable
-from envpipe_megatron.report.views import gpu_rows
+from envpipe_megatron.report.charts import GREY, INK, Chart, Colouring, Marks, View, is_bright
 
 #: Height of a plot's frame without rows, of a row, and of many rows together.
 _HEIGHT_PX, _ROW_PX, _MOST_PX = 220, 40, 560
 _MOST_NAMED = 32
 #: Room for the y axis: x axes of charts below each other begin at one place.
 _LEFT_PX = 64
+#: As stills have it, without the darkest colours: the page's dark mode is as dark.
+_PALETTE = Viridis256[40:]
+#: The outlines of more boxes would be all that is seen.
+_MOST_OUTLINED = 1_000
 
 
-def draw(chart: Chart, x_range: Range, known: Container[str] = ()) -> figure:
-    """Draw a chart as wide as the page, on an x axis that others may share.
+def draw_view(view: View) -> dict[str, figure]:
+    """Draw the charts of a view, by their names, as wide as the page; they share one x axis."""
+    chart = view.charts[0]
+    bounds = chart.x_bounds or chart.x_range
+    shared = DataRange1d() if chart.x_range is None else Range1d(*chart.x_range, bounds=bounds)
+    sources: dict[int, ColumnDataSource] = {}
+    plots: dict[str, figure] = {}
+    known: set[str] = set()
+    for chart in view.charts:
+        for marks in chart.marks:  # charts may have some in common
+            sources.setdefault(id(marks), ColumnDataSource(dict(marks.columns)))
+        plots[chart.name] = _draw(chart, shared, sources, known)
+        known |= {name for names in chart.legends.values() for name in names}
+    return plots
 
-    It is moved and zoomed along x only, or both ways. It has a legend, unless all names are known.
+
+def _draw(
+    chart: Chart, x_range: Range, sources: dict[int, ColumnDataSource], known: Container[str]
+) -> figure:
+    """Draw a chart, which is moved and zoomed along x only, or both ways.
+
+    It has a legend, unless all names are known.
     """
     rows = len(chart.rows)
     only_x = rows > 0 or chart.x_range is not None
@@ -81,188 +87,91 @@ def draw(chart: Chart, x_range: Range, known: Container[str] = ()) -> figure:
         plot.ygrid.visible = False
         plot.yaxis.ticker = FixedTicker(ticks=list(range(0, rows, 1 + rows // _MOST_NAMED)))
         plot.yaxis.major_label_overrides = dict(enumerate(chart.rows))
+    shown = chart.choice.chosen if chart.choice else ""
+    drawn = {
+        id(marks): _draw_marks(plot, marks, sources[id(marks)], shown) for marks in chart.marks
+    }
     legends = chart.legends
-    first = next(iter(legends), None)
-    drawn = {id(marks): _draw_marks(plot, marks, first) for marks in chart.marks}
-    items = {name: found for names in reversed(legends.values()) for name, found in names.items()}
+    first = legends.get(shown, {})
+    items = {name: mark for names in (*legends.values(), first) for name, mark in names.items()}
     named = [
         LegendItem(
-            label=name, index=place, renderers=[drawn[id(marks)]], visible=name in legends[first]
+            label=name,
+            index=place if "name" in marks.columns else None,
+            renderers=[drawn[id(marks)]],
+            visible=name in first,
         )
         for name, (marks, place) in items.items()
     ]
     if not all(name in known for name in items):
-        _add_legend(plot, named)
+        look = {"border_line_color": None, "padding": 2, "margin": 0, "spacing": 12}
+        legend = Legend(items=named, orientation="horizontal", location="left", **look)
+        plot.add_layout(legend, "above")
     return plot
 
 
-def _add_legend(plot: figure, items: list[LegendItem]) -> None:
-    look = {"border_line_color": None, "padding": 2, "margin": 0, "spacing": 12}
-    legend = Legend(items=items, orientation="horizontal", location="left", **look)
-    plot.add_layout(legend, "above")
-
-
-def _draw_marks(plot: figure, marks: Marks, group: str | None) -> Any:
-    table = marks.table
-    places = [i for i, one in enumerate(table.get("group", ())) if one == group]
-    look: dict[str, Any] = {"source": ColumnDataSource(table), "color": "colour"}
-    if "group" in table:  # the page's script shows another one
-        look["view"] = CDSView(filter=IndexFilter(indices=places))
+def _draw_marks(plot: figure, marks: Marks, source: ColumnDataSource, shown: str) -> Any:
+    """Draw marks, of those with groups the ones of the group that is shown at first."""
+    groups = marks.columns.get("group")
+    look: dict[str, Any] = {"source": source, "name": f"{plot.name} {marks.name or 'units'}"}
+    if groups is not None:  # the page's script shows another one
+        places = np.flatnonzero(np.array(groups).astype(str) == shown)
+        look["view"] = CDSView(filter=IndexFilter(indices=places.tolist()))
+    colour = {"color": "colour" if "colour" in marks.columns else marks.colour}
     if marks.shape == "line":
         dash = marks.look or "solid"
-        drawn = plot.multi_line("x", "y", line_width=1.5, line_dash=dash, **look)
+        drawn = plot.multi_line("x", "y", line_width=1.5, line_dash=dash, **colour, **look)
     elif marks.shape == "dot":
-        drawn = plot.scatter("x", "y", marker=marks.marker, size=marks.size, **look)
-    elif marks.shape == "box":
-        drawn = plot.hbar(y="row", left="begin", right="end", height=0.8, **look)
+        drawn = plot.scatter("x", "y", marker=marks.marker, size=marks.size, **colour, **look)
+    elif marks.shape == "span":
+        dim = {"alpha": 0.2, "line_alpha": 0.0, "level": "underlay"}
+        drawn = plot.vstrip("begin", "end", **dim, **colour, **look)
     else:
-        drawn = plot.vstrip("begin", "end", alpha=0.2, line_alpha=0.0, level="underlay", **look)
+        style: dict[str, Any] = {"height": 0.8, **colour}
+        if marks.look == "hatched":
+            style = {
+                "height": 0.82, "fill_color": marks.colour, "fill_alpha": 0.12, "line_color": None,
+                "hatch_pattern": "right_diagonal_line", "hatch_color": marks.colour,
+                "hatch_alpha": 0.35,
+            }  # fmt: skip
+        elif marks.look == "outlined":
+            style = {
+                "height": 0.92, "fill_alpha": 0.0, "line_color": marks.colour, "line_width": 1.6
+            }  # fmt: skip
+        elif marks.colourings:
+            few = len(look["view"].filter.indices) < _MOST_OUTLINED
+            style = {"height": "height", "line_color": "white" if few else None, "line_width": 0.6}
+        drawn = plot.hbar(y="row", left="begin", right="end", **style, **look)
+        if marks.colourings:
+            drawn.glyph.fill_color = _add_colourings(plot, marks.colourings, source)
     if marks.tips:
-        plot.add_tools(HoverTool(renderers=[drawn], tooltips=list(marks.tips)))
+        codes = {f"@{name}": CustomJSHover(code=code) for name, code in marks.tip_codes.items()}
+        plot.add_tools(HoverTool(renderers=[drawn], tooltips=list(marks.tips), formatters=codes))
     return drawn
 
 
-_KIND_COLOURS = {
-    Kind.FORWARD: SKY,
-    Kind.BACKWARD: BLUE,
-    Kind.INPUT_GRADIENT: ORANGE,
-    Kind.WEIGHT_GRADIENT: VERMILION,
-}
-#: As stills have it, without the darkest colours: the page's dark mode is as dark.
-_PALETTE = Viridis256[40:]
-#: The outlines of more units would be all that is seen.
-_MOST_OUTLINED = 1_000
-#: What the page's script finds the two plots by.
-BEFORE, AFTER = "before", "after"
+def _add_colourings(plot: figure, ways: Sequence[Colouring], source: ColumnDataSource) -> Any:
+    """Add a bar of colours and the labels of boxes; return the first way to fill these.
 
-
-class _Colouring(NamedTuple):
-    """A way to colour units, and what is written on them: by a column, through mappers."""
-
-    title: str
-    column: str
-    mapper: LinearColorMapper
-    inks: LinearColorMapper
-    ticker: Ticker
-    names: Sequence[str]
-
-
-def timeline_figures(table: UnitTable, ways: list[_Colouring]) -> dict[str, figure]:
-    """Draw the plots before and after, an iteration each, coloured in the first of the ways."""
-    columns = dict(table.columns)
-    columns["middle"] = (columns["begin"] + columns["end"]) / 2
-    source, waits = ColumnDataSource(columns), ColumnDataSource(dict(table.waits))
-    end_ms, which = table.columns["end"], table.shown
-    longest_ms = float(end_ms.max())
-    time = Range1d(
-        start=0.0,
-        end=float(end_ms[np.isin(table.columns["iteration"], which)].max()),
-        bounds=(-0.02 * longest_ms, 1.02 * longest_ms),
-    )
-    label, rows = gpu_rows(table.gpus)
-    first, plots = ways[0], {}
-    for name, shown in zip((BEFORE, AFTER), which, strict=True):
-        plot = plots[name] = draw(
-            Chart(name, "ms after the first unit", label, (), rows=rows), time
+    The page's script chooses another way by what the bar has in `tags`, and labels that fit.
+    """
+    tags = []
+    for way in ways:
+        colours = way.colours or _PALETTE
+        inks = [INK if is_bright(colour) else "#ffffff" for colour in colours]
+        fill, ink = (
+            LinearColorMapper(palette=palette, nan_color=unknown, low=way.ends[0], high=way.ends[1])
+            for palette, unknown in ((colours, GREY), (inks, INK))
         )
-        of_iteration = table.columns["iteration"] == shown
-        few = np.count_nonzero(of_iteration) < _MOST_OUTLINED
-        place = {"y": "row", "left": "begin", "right": "end"}
-        waited = plot.hbar(
-            **place, height=0.82, source=waits, view=_view(table.waits["iteration"] == shown),
-            name=f"{name} waits", fill_color=GREY, fill_alpha=0.12, line_color=None,
-            hatch_pattern="right_diagonal_line", hatch_color=GREY, hatch_alpha=0.35,
-        )  # fmt: skip
-        units = plot.hbar(
-            **place, height="height", source=source, view=_view(of_iteration),
-            name=f"{name} units", fill_color=transform(first.column, first.mapper),
-            line_color="white" if few else None, line_width=0.6,
-        )  # fmt: skip
-        path = plot.hbar(
-            **place, height=0.92, source=source,
-            view=_view(of_iteration & (table.columns["critical"] == 1)), name=f"{name} path",
-            fill_alpha=0.0, line_color=PATH, line_width=1.6,
-        )  # fmt: skip
-        plot.text(  # the script chooses those that fit
-            "middle", "row", "label", source=source, view=_view(np.zeros(0, bool)),
-            name=f"{name} labels", text_color=transform(first.column, first.inks),
-            text_font_size="10.5px", text_align="center", text_baseline="middle",
-        )  # fmt: skip
-        legend = [
-            LegendItem(label=what, renderers=[of])
-            for what, of in (("GPU waits", waited), ("critical path", path))
-        ]
-        if name == BEFORE:
-            _add_legend(plot, legend)
-        bar = ColorBar(color_mapper=first.mapper, ticker=first.ticker, title=first.title, width=12)
-        bar.major_label_overrides = dict(enumerate(first.names))
-        # What the page's script turns the bar and the units into.
-        bar.name, bar.tags = f"{name} colours", [list(way) for way in ways]
-        plot.add_layout(bar, "right")
-        plot.add_tools(_hover(units))
-    return plots
-
-
-def colourings(table: UnitTable) -> list[_Colouring]:
-    """Return all ways to colour these units, the most telling first: one clock tells nothing."""
-    columns = table.columns
-    known = [
-        _colouring(title, column, _PALETTE, _ends(columns[column][there]), BasicTicker())
-        for title, column, there in (
-            ("clock (MHz)", "mhz", columns["mhz"] > 0),
-            ("power (W)", "watts", np.isfinite(columns["watts"])),
-            ("slack (ms)", "slack_ms", np.isfinite(columns["slack_ms"])),
-        )
-        if there.any()
-    ]
-    colours, ends = [_KIND_COLOURS[kind] for kind in KINDS], (-0.5, len(KINDS) - 0.5)
-    ticker = FixedTicker(ticks=list(range(len(KINDS))))
-    by_kind = _colouring("kind", "kind", colours, ends, ticker, [kind.value for kind in KINDS])
-    one_clock = np.ptp(columns["mhz"]) == 0
-    return [by_kind, *known] if one_clock else [*known[:1], by_kind, *known[1:]]
-
-
-def _ends(values: NDArray[Any]) -> tuple[float, float]:
-    low, high = float(values.min()), float(values.max())
-    return low, high if high > low else low + 1.0
-
-
-def _colouring(
-    title: str,
-    column: str,
-    colours: Sequence[str],
-    ends: tuple[float, float],
-    ticker: Ticker,
-    names: Sequence[str] = (),
-) -> _Colouring:
-    inks = [INK if is_bright(colour) else "#ffffff" for colour in colours]
-    scale = {"low": ends[0], "high": ends[1]}
-    fill = LinearColorMapper(palette=colours, nan_color=GREY, **scale)
-    return _Colouring(
-        title, column, fill, LinearColorMapper(palette=inks, nan_color=INK, **scale), ticker, names
-    )
-
-
-def _view(there: NDArray[np.bool_]) -> CDSView:
-    return CDSView(filter=IndexFilter(indices=np.flatnonzero(there).tolist()))
-
-
-def _hover(units: Any) -> HoverTool:
-    known = CustomJSHover(code="return isFinite(value) ? value.toPrecision(4) : 'not known'")
-    return HoverTool(
-        renderers=[units],
-        tooltips=[
-            ("unit", "@label"),
-            ("time (ms)", "@begin{0.000} to @end{0.000}"),
-            ("clock (MHz)", "@mhz{custom}"),
-            ("energy (J)", "@joules{custom}"),
-            ("power (W)", "@watts{custom}"),
-            ("slack (ms)", "@slack_ms{custom}"),
-            ("on the critical path", "@critical{custom}"),
-        ],
-        formatters={
-            "@mhz": CustomJSHover(code="return value > 0 ? String(value) : 'not controlled'"),
-            "@critical": CustomJSHover(code="return value ? 'yes' : 'no'"),
-            **dict.fromkeys(("@joules", "@watts", "@slack_ms"), known),
-        },
-    )
+        ticker = FixedTicker(ticks=list(range(len(way.names)))) if way.names else BasicTicker()
+        tags.append([way.title, way.column, fill, ink, ticker, way.names])
+    title, column, fill, ink, ticker, names = tags[0]
+    bar = ColorBar(color_mapper=fill, ticker=ticker, title=title, width=12, tags=tags)
+    bar.name, bar.major_label_overrides = f"{plot.name} colours", dict(enumerate(names))
+    plot.add_layout(bar, "right")
+    plot.text(
+        "middle", "row", "label", source=source, view=CDSView(filter=IndexFilter(indices=[])),
+        name=f"{plot.name} labels", text_color=transform(column, ink), text_font_size="10.5px",
+        text_align="center", text_baseline="middle",
+    )  # fmt: skip
+    return transform(column, fill)

@@ -19,7 +19,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.channel_model import inputs_of, most_kept
+from envpipe_megatron.core.channel_model import inputs_of
 from envpipe_megatron.core.kinds import MESSAGES, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import (
@@ -148,16 +148,6 @@ class P2PChannel:
                 value=dict(Counter(MESSAGES[unit.kind].value for unit in left)),
                 remedy="The schedule and the channel disagree; please report this.",
             )
-
-    def more_bytes(self, schedule: Schedule, specs: StageSpecs) -> int:
-        """Return how many more bytes of this rank a schedule's messages need than they have."""
-        carriers = [] if self._side is None else self._side.carriers
-        kept_bytes = sum(
-            most_kept(schedule, self._stage, kind) * spec.num_bytes
-            for kind, spec in specs.receives.items()
-            if kind in self._carriers
-        )
-        return kept_bytes + sum(carrier.more_bytes(schedule) for carrier in carriers)
 
     def make_room(self, schedule: Schedule, specs: StageSpecs) -> bool:
         """Take memory for a schedule's messages; whether this rank and its neighbours had it.

@@ -242,10 +242,6 @@ class PutCarrier:
                 return None
         return refused
 
-    def more_bytes(self, schedule: Schedule) -> int:
-        """Return how many bytes slots for a schedule take beyond those that there are."""
-        return max(0, slots_of(schedule, 1) - self._slots) * self._slot_bytes
-
     def receive(self, unit: Unit) -> list[torch.Tensor]:
         """Return the next message, which a unit waits for; the stream does, not the host."""
         self._side.check()

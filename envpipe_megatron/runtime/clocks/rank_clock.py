@@ -328,9 +328,12 @@ def open_rank_gpu(
     Raises GpuError for a GPU that cannot be opened, or if control is required and not available;
     CollectivesError if another rank raised that.
     """
-    chosen = collectives.everywhere(
-        lambda: choose_for(uid, wanted, require=require, one_clock=one_clock)
-    )
+
+    def choose() -> Control:
+        own = choose_for(uid, wanted, one_clock=one_clock)
+        return own.required() if require else own
+
+    chosen = collectives.everywhere(choose)
     backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
     first = collectives.first(chosen if chosen.backend is None else None)
     if first is not None:

@@ -3,10 +3,10 @@
 The agent listens at the abstract Unix socket that ENVPIPE_AGENT_SOCKET names, which is no file that
 could be cleaned up. Messages are JSON objects, as to a guard:
 
-    rank  -> agent   {"op": "hello", "gpu_uid": ..., "gpu": ..., "rank": ..., ...}
-    agent -> rank    {"event": "welcome", "node": ...}    the GPU is metered from here on
-    rank  -> agent   {"op": "collect", "host": ..., "control": ...} asked of the agent of rank 0
-    agent -> rank    {"event": "collecting", "endpoint": {"host": ..., "port": ..., "token": ...}}
+    rank  -> agent   {"op": "hello", "gpu_uid": ..., "gpu": ..., "rank": ..., ...,
+                      "collect": {"host": ..., "control": ...}}  or null, but of rank 0
+    agent -> rank    {"event": "welcome", "node": ...,    the GPU is metered from here on
+                      "endpoint": {"host": ..., "port": ..., "token": ...}}  or null
     rank  -> agent   {"op": "send_to", "endpoint": ...}   where the job's energy is added up
     rank  -> agent   {"op": "window", "line": ...}        a line of the energy log, and the counter
     rank  -> agent   {"op": "clock", "requested_mhz": ...} the clock was looked at, `ClockState`
@@ -23,7 +23,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -56,11 +56,13 @@ def own_log_name() -> str:
 
 
 class AgentLink:
-    """A connection to the node's agent. Made by `connect_to_agent`."""
+    """A connection to the node's agent. Made by `connect_to_agent`.
 
-    def __init__(self, connection: socket.socket) -> None:
-        #: As the agent calls this node.
-        self.node = ""
+    `node` is this node's name, as the agent says it.
+    """
+
+    def __init__(self, connection: socket.socket, node: str) -> None:
+        self.node = node
         self._connection = connection
         self._failing = False
 
@@ -87,14 +89,6 @@ class AgentLink:
             self.post({"op": "bye"})
             self._connection.close()
 
-    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message, and wait for the answer; OSError if the agent is gone or silent."""
-        send(self._connection, message)
-        answer = receive(self._connection)
-        if answer is None:
-            raise ConnectionError("it hung up")
-        return answer
-
     def post(self, message: Mapping[str, Any]) -> None:
         """Send a message, or drop it if the agent is slow or gone; never waits."""
         try:
@@ -119,14 +113,12 @@ def connect_to_agent(
     `ControlFile.about`. None on a node without an agent, or with one that does not answer, which is
     logged.
     """
-    address = os.environ.get(AGENT_VARIABLE)
-    link = _connected(address, gpu, labels) if address else None
-    endpoint: Any = None
-    if link is not None and collectives.is_planner:
-        with _logged("adds nothing up"):
-            host = os.environ.get("MASTER_ADDR", "")
-            asked = link.ask({"op": "collect", "host": host, "control": control})
-            endpoint = asked.get("endpoint")
+    link, endpoint = None, None
+    if address := os.environ.get(AGENT_VARIABLE):
+        asked = {"host": os.environ.get("MASTER_ADDR", ""), "control": control}
+        collect = asked if collectives.is_planner else None
+        hello = {**labels, "op": "hello", "gpu_uid": gpu.address.uid, "collect": collect}
+        link, endpoint = _connected(address, hello)
     billed = None if link is None else (link.node, gpu.address.uid)
     endpoint = collectives.from_planner(endpoint)
     gpus = list(chain.from_iterable(collectives.all_to_planner(billed)))
@@ -138,24 +130,20 @@ def connect_to_agent(
     return link
 
 
-def _connected(address: str, gpu: Gpu, labels: Mapping[str, object]) -> AgentLink | None:
+def _connected(address: str, hello: Mapping[str, object]) -> tuple[AgentLink | None, Any]:
+    """Return a link to the agent, None if it does not answer, and where it adds up the job's."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    hello = {**labels, "op": "hello", "gpu_uid": gpu.address.uid}
-    with _logged(f"does not answer, so this rank writes its own log, {_UNBILLED}*.jsonl"):
+    try:
         connection.settimeout(_ANSWER_S)
         connection.connect(f"\0{address}")
         if peer_uid_and_pid(connection)[0] not in (os.geteuid(), 0):
             raise GuardError("Another user listens there", value=address)
-        link = AgentLink(connection)
-        link.node = str(link.ask(hello).get("node"))
-        return link
-    connection.close()
-    return None
-
-
-@contextlib.contextmanager
-def _logged(what: str) -> Iterator[None]:
-    try:
-        yield
+        send(connection, hello)
+        if (answer := receive(connection)) is None:
+            raise ConnectionError("it hung up")
     except (OSError, GuardError) as error:
-        logger.error("The node's agent %s: %s", what, error)
+        why = "The node's agent does not answer, so this rank writes its own log, %s*.jsonl: %s"
+        logger.error(why, _UNBILLED, error)
+        connection.close()
+        return None, None
+    return AgentLink(connection, str(answer.get("node"))), answer.get("endpoint")

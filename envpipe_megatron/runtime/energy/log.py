@@ -18,7 +18,7 @@ from typing import Any
 from envpipe_megatron.formats.energy import EnergyWindow, parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
 from envpipe_megatron.formats.steps import RunningMean, StepEnergy
-from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
+from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError, WindowEnergy
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,6 @@ class EnergyLog:
         #: Those that are not written yet, and whether steps may still be added to the last.
         self._windows: deque[Window] = deque()
         self._grows = False
-        #: The counter where the last window that was written ended.
-        self._written: CounterAt | None = None
         #: By phase, what its steps are compared with from now on.
         self._baselines: dict[str, StepEnergy | None] = {}
         self._failing = False
@@ -176,9 +174,6 @@ class EnergyLog:
             if window.baseline is not None:
                 self._add(self.totals[window.phase], window, None)
             return
-        if self._written is not None and self._written.time_s == window.begin_s:
-            energy = energy._replace(begin=self._written)  # windows add up, as an agent bills them
-        self._written = energy.end
         metered = self._add(self.totals[window.phase], window, energy)
         if not self._with_counter:
             self._sums.add(metered)

@@ -78,9 +78,10 @@ class WindowEnergy(NamedTuple):
 class EnergyMeter:
     """Samples one GPU's energy counter from the moment it is made until `close`.
 
-    A counter that cannot be read, stops or goes back spoils the windows it touches and no
-    others: the counter is cumulative, so a window whose ends were both seen is right without the
-    readings between them. Where no other process reads, or it ends, a thread of this process does.
+    A counter that cannot be read or stops spoils the windows that end then and no others: it is
+    cumulative, so a window whose ends were both seen is right without the readings between them.
+    One that goes back, as where a driver is reloaded, begins anew. Where no other process reads, or
+    it ends, a thread of this process does.
     """
 
     def __init__(self, gpu: Gpu, poll_s: float = POLL_S) -> None:
@@ -90,8 +91,6 @@ class EnergyMeter:
         self._times_s = array("d")
         self._energies_j = array("d")
         self._time_uncertainties_s = array("d")
-        #: Where the counter went back: the last refresh before it, and the first after it.
-        self._breaks: list[tuple[float, float]] = []
         self._closing = threading.Event()
         #: The last reading's error; None when it went well.
         self.error: Exception | None = None
@@ -131,7 +130,6 @@ class EnergyMeter:
         None before the counter last went back, and none while it has stopped.
         """
         with self._seen():
-            begin_s = max([begin_s, *(after_s for _, after_s in self._breaks)])
             first = bisect_left(self._times_s, begin_s)
             return np.array(self._times_s[first:]), np.array(self._energies_j[first:])
 
@@ -155,26 +153,19 @@ class EnergyMeter:
         counter's resolution. Work that alternates faster than the counter refreshes shows in it
         too: the refreshes cut the alternation at different places.
 
-        Raises MeterError if the window starts before the meter does, ends when the counter could
-        not be read or stood still, or holds a moment at which it went back.
+        Raises MeterError if the window starts before the meter does or the counter went back, or
+        ends when the counter could not be read or stood still.
         """
         with self._seen():
             times = self._times_s
             if times and start_s < times[0] - 1e-9:
                 raise MeterError(
-                    "The energy of a window was asked for that began before the meter",
+                    f"A window began before the meter of {self._gpu.name} did, or before its "
+                    "counter went back, as it does when a driver is reloaded (s)",
                     value=start_s,
-                    remedy=f"The meter began at {times[0]} s.",
+                    remedy=f"The counter is known from {times[0]} s on.",
                 )
             self._check_seen(end_s)
-            for before_s, after_s in self._breaks:
-                # After a break, a single refresh gives no power yet.
-                if end_s > before_s and (start_s < after_s or after_s == times[-1]):
-                    raise MeterError(
-                        f"The energy counter of {self._gpu.name} went back within a window, as it "
-                        "does when a driver is reloaded (s)",
-                        value=(before_s, after_s),
-                    )
             return WindowEnergy(self._at(start_s), self._at(end_s))
 
     def close(self) -> None:
@@ -207,8 +198,6 @@ class EnergyMeter:
         if len(times) < 2:
             return CounterAt(time_s, energies[0], 0.0)
         left = min(max(bisect_left(times, time_s), 1), len(times) - 1) - 1
-        # An interval in which the counter went back has no power: its end is the next one's start.
-        left += any(before_s == times[left] for before_s, _ in self._breaks)
         power_w = self._power_w(left)
         around = range(max(0, left - _NEIGHBOURS), min(left + _NEIGHBOURS + 1, len(times) - 1))
         powers_w = [self._power_w(i) for i in around]
@@ -223,9 +212,9 @@ class EnergyMeter:
         )
 
     def _power_w(self, left: int) -> float:
-        """Return the mean power from a refresh to the next, W; never below 0."""
+        """Return the mean power from a refresh to the next, W."""
         energy_j = self._energies_j[left + 1] - self._energies_j[left]
-        return max(energy_j, 0.0) / (self._times_s[left + 1] - self._times_s[left])
+        return energy_j / (self._times_s[left + 1] - self._times_s[left])
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
@@ -288,11 +277,12 @@ class EnergyMeter:
             times, energies = self._times_s, self._energies_j
             if times and reading.time_s <= times[-1]:
                 return
+            old = 0
             if times and reading.energy_j < energies[-1]:
-                self._breaks.append((times[-1], reading.time_s))
+                old = len(times)  # it has begun anew: nothing from before compares
+            elif times and reading.time_s - times[0] > 1.25 * _HORIZON_S:
+                old = bisect_left(times, reading.time_s - _HORIZON_S)
+            del times[:old], energies[:old], self._time_uncertainties_s[:old]
             times.append(reading.time_s)
             energies.append(reading.energy_j)
             self._time_uncertainties_s.append(reading.time_uncertainty_s)
-            if times[-1] - times[0] > 1.25 * _HORIZON_S:
-                old = bisect_left(times, times[-1] - _HORIZON_S)
-                del times[:old], energies[:old], self._time_uncertainties_s[:old]

@@ -24,7 +24,6 @@ from envpipe_megatron.formats.steps import (
     IntervalEnergy,
     StepEnergy,
     compare,
-    mean_over_gpus,
     mean_steps,
     step_sums,
 )
@@ -39,10 +38,8 @@ logger = logging.getLogger(__name__)
 class TrainingEnergy:
     """Records what happens on one rank, and gives its time and energy.
 
-    A framework that says where its steps begin and end (`begin_step`, `end_step`) has all of a step
-    billed with it. One that does not is billed from the first unit of a phase to its last. Steps
-    follow each other without a gap in the bill: what runs between two of them is billed with the
-    later one, but for pauses.
+    Steps follow each other without a gap in the bill: what runs between two of them (`end_step`,
+    `begin_step`) is billed with the later one, but for pauses.
 
     Args:
         now_s: the present instant on the meter's time base.
@@ -78,9 +75,8 @@ class TrainingEnergy:
         self._settled = set(baselines)
         #: When the step began whose iteration is still to come; infinite if none has.
         self._begun_s = math.inf
-        #: The last step since a pause, and whether it is over and counted.
-        self._last: Window | None = None
-        self._over = False
+        #: When the last step since a pause ended; None if there is none.
+        self._end_s: float | None = None
         #: The last iteration's step, record and receives, until its times may be read.
         self._unread: tuple[Window, StageRecord, NDArray[np.bool_]] | None = None
         self.baselines: dict[str, BaselineEnergy] = {}
@@ -94,10 +90,8 @@ class TrainingEnergy:
     def add_between_phases(self, iteration: int, begin_s: float) -> None:
         """Bill what ran since then, which prepared the phase that the iteration begins."""
         self.catch_up()
-        if self._begun_s == math.inf:
-            return
         begin_s = min(self._begun_s, begin_s)
-        self._put(Window(PLAN, iteration, iteration, begin_s, self._now_s(), 0), over=True)
+        self._count(Window(PLAN, iteration, iteration, begin_s, self._now_s(), 0))
 
     def add(
         self, phase: str, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
@@ -116,12 +110,11 @@ class TrainingEnergy:
         if self._unread is None:
             return
         (step, record, receives), self._unread = self._unread, None
-        over = step.end_s > -math.inf
         step.begin_s = min(step.begin_s, record.begin_s)
         step.end_s = max(step.end_s, record.begin_s + record.iteration_time_s)
         step.compute_s = float(record.unit_time_s.sum())
         step.blocking_s = float(record.receive_wait_s[receives].sum())
-        self._put(step, over=over)
+        self._count(step)
 
     def end_step(self, iteration: int) -> None:
         """End the step now, whoever ran its iteration; a second call does nothing."""
@@ -129,27 +122,22 @@ class TrainingEnergy:
         if self._begun_s < math.inf:
             self.catch_up()
             begin_s, self._begun_s = self._begun_s, math.inf
-            self._put(Window(FRAMEWORK, iteration, iteration, begin_s, end_s), over=True)
+            self._count(Window(FRAMEWORK, iteration, iteration, begin_s, end_s))
         elif self._unread is not None:
             step, *_ = self._unread
             step.end_s = end_s if step.end_s == -math.inf else step.end_s
-        elif self._last is not None and not self._over:
-            self._last.end_s = max(self._last.end_s, end_s)
-            self._count()
 
     def pause(self) -> None:
         """Bill nothing up to the next step's begin: what follows is not training."""
         self.catch_up()
-        self._count()
         self.log.interrupt()
-        self._last, self._begun_s = None, math.inf
+        self._end_s, self._begun_s = None, math.inf
 
     def close(self) -> None:
         """Write what is left of the log, after one more look at the counter.
 
         An iteration whose times are not read is left out: nobody may be left to wait for.
         """
-        self._count()
         self.log.close()
 
     def settle_baseline(self, batch: str = "") -> None:
@@ -193,11 +181,11 @@ class TrainingEnergy:
         all ranks together; None if a rank has no step.
         """
         self.catch_up()
-        self._count()
         steps = self._warmups.pop(phase_in_batch(Phase.WARMUP, batch), [])[1:]
-        times_s = np.array([step.duration_s for step in steps] or [math.nan])
-        usual_s = float(times_s[~(times_s > HELD_UP * np.median(times_s))].mean())
-        mean, _ = self._over_gpus(StepEnergy(1, usual_s, None, None, None))
+        times_s = np.array([step.duration_s for step in steps])
+        usual_s = times_s[times_s <= HELD_UP * np.median(times_s)].mean() if steps else None
+        step = None if usual_s is None else StepEnergy(1, float(usual_s), None, None, None)
+        mean, _ = self._over_gpus(step)
         return None if mean is None else mean.time_s
 
     def lap(self) -> IntervalEnergy:
@@ -208,7 +196,6 @@ class TrainingEnergy:
         have on average, so that all laps would err to the same side.
         """
         self.catch_up()
-        self._count()
         lap, self._lap = self._lap, Interval()
         if not lap.spans:
             return IntervalEnergy(lap.phases, None)
@@ -224,42 +211,28 @@ class TrainingEnergy:
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy:
         """Return the interval on an average GPU of the job; all ranks call it together.
 
-        GPUs of a stage count for its unmetered ones too. Without a metered one, there is no energy.
-        None has a step if a rank has none in its interval. What all steady steps so far have saved
-        is added up, and is `saved` if some are of this interval.
+        Unmetered GPUs are taken to be like others. None has a step if a rank has none in its
+        interval. What all steady steps so far have saved is `saved` if some are of this interval.
         """
-        steady = {batch: phase_in_batch(Phase.STEADY, batch) for batch in sorted(self.baselines)}
-        own = np.array([self.log.sums(phase).compared.sums for phase in steady.values()])
-        sums = SUM(self._collectives.by_stage(own, SUM))
-        mean, _ = self._over_gpus(interval.step)
-        of_job = [
-            each
-            for phase, each in zip(steady.values(), sums, strict=True)
-            if phase in interval.phases
+        steady = [phase_in_batch(Phase.STEADY, batch) for batch in sorted(self.baselines)]
+        own = [step_sums(interval.step), *(self.log.sums(phase).compared.sums for phase in steady)]
+        step, *of_job = SUM(self._collectives.by_stage(np.array(own), SUM))
+        of_interval = [
+            sums for phase, sums in zip(steady, of_job, strict=True) if phase in interval.phases
         ]
-        found = mean_steps(of_job[0].tolist()) if len(of_job) == 1 else None
+        found = mean_steps(of_interval[0]) if len(of_interval) == 1 else None
+        mean, _ = mean_steps(step) or (None, None)
         return IntervalEnergy(interval.phases, mean, compare(*found) if found else None)
 
     def sums(self) -> dict[str, EnergySums]:
         """Return each phase's sums, if it was metered or compared by time; see `EnergyLog.sums`."""
         return {phase: self.log.sums(phase) for phase in self.log.totals}
 
-    def _put(self, step: Window, *, over: bool = False) -> None:
-        """Take the next step: the one before has ended, and it begins where that ended."""
-        last = self._last
-        if last is not None and (self._over or last.phase == step.phase):
-            step.begin_s = last.end_s
-        self._count()
-        self._last, self._over = step, False
-        if over:
-            self._count()
-
-    def _count(self) -> None:
-        """Count the last step, if it is not over: it ends where it has ended so far."""
-        step = self._last
-        if step is None or self._over:
-            return
-        self._over = True
+    def _count(self, step: Window) -> None:
+        """Count a step, which begins where the one before has ended."""
+        if self._end_s is not None:
+            step.begin_s = self._end_s
+        self._end_s = step.end_s
         self.log.add(step)
         self._lap.add(step)
         if split_phase(step.phase)[0] in (Phase.WARMUP, Phase.BASELINE):
@@ -280,6 +253,7 @@ class TrainingEnergy:
         self, step: StepEnergy | None
     ) -> tuple[StepEnergy | None, tuple[StepEnergy, ...]]:
         """Return the mean step on all GPUs, and on each stage's; none if a GPU has no step."""
-        sums = self._collectives.by_stage(step_sums(step), SUM)
-        means = [mean_over_gpus([stage]) for stage in sums]
-        return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
+        by_stage = self._collectives.by_stage(np.array(step_sums(step)), SUM)
+        found = [mean_steps(sums) for sums in (SUM(by_stage), *by_stage)]
+        mean, *stages = (means and means[0] for means in found)
+        return mean, tuple(each for each in stages if each is not None)

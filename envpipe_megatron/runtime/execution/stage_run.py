@@ -47,6 +47,7 @@ class IterationOrder:
     Attributes:
         times_units: whether each unit is timed. Where not, an earlier iteration lends its times to
             them, if units and messages are the framework's and no thread waits for a unit's end.
+        watched: whether the memory that units hold is looked at.
         lowest_mhz: the lowest clock of any replica's unit, where replicas run several orders.
     """
 
@@ -55,6 +56,7 @@ class IterationOrder:
     frequency_mhz: NDArray[np.int64]
     parking: Parking | None = None
     times_units: bool = True
+    watched: bool = False
     lowest_mhz: int | None = None
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase, phase_in_batch
 from envpipe_megatron.formats.timeline import TimelineLog
@@ -93,11 +93,11 @@ class Batches:
         num_microbatches: int,
         specs: StageSpecs,
         own_order: Schedule | None,
-        *,
-        full_batch: bool,
     ) -> IterationOrder:
         """Return what the next iteration runs, after the phases got the last one's record.
 
+        Batches of another size than the one that the job is about are billed apart, and their plans
+        are kept in files of their own.
         Raises EnvPipeError if an earlier iteration failed.
         """
         if self.unfinished:
@@ -112,7 +112,7 @@ class Batches:
             self._advance(self.now, last)
         if state.notes != self._described_notes:
             self._described_notes = state.notes
-            self._describe_job({"notes": [*self._job.folder.notes, *state.notes]})
+            self._describe_job({"notes": [*state.notes]})
         left = self.now
         if left is not None and left.off.schedule.num_microbatches == num_microbatches:
             return left.off if is_off else left.order
@@ -124,7 +124,9 @@ class Batches:
                 self._waiting[left.off.schedule.num_microbatches] = left
         self.now = self._waiting.pop(num_microbatches, None)
         if self.now is None:
-            name = "" if full_batch else f"m{num_microbatches}"
+            apart = own_order is not None and own_order.placement is Placement.APART
+            full = apart or num_microbatches == self._job.num_microbatches
+            name = "" if full else f"m{num_microbatches}"
             parts = replace(
                 self._job.of_batch(name, num_microbatches), specs=specs, own_order=own_order
             )

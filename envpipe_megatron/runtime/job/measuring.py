@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,7 +31,7 @@ from envpipe_megatron.runtime.job.planning import (
     make_room_for_messages,
     splits,
 )
-from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import knows_memory, with_memory
 
 #: Between units that do not wait lies less: the host's and the stream's own work.
@@ -70,7 +71,7 @@ def known_and_measured(
 
 
 def try_parts(job: PhaseParts, measured: Schedule) -> PhaseRun[Schedule]:
-    """Run the order whose units are looked at, and watch what they hold; the order to look at.
+    """Run the order whose units are looked at, and learn what they hold; the order to look at.
 
     That is the framework's where the other has no memory, and backwards are whole then.
     """
@@ -83,16 +84,9 @@ def try_parts(job: PhaseParts, measured: Schedule) -> PhaseRun[Schedule]:
         job.state.whole = str(error)
         note(job, f"Backwards stay whole: {error}")
         return job.schedule
-    yield from watch_parts(job, measured)
-    return measured
-
-
-def watch_parts(job: PhaseParts, measured: Schedule) -> PhaseRun[None]:
-    """Learn what units hold, by an iteration of the order whose units are looked at."""
-    before, job.memory.watch = job.memory.watch, Watch.UNITS
-    yield constant_order(Phase.PROFILE, measured, job.top_mhz)
+    yield replace(constant_order(Phase.PROFILE, measured, job.top_mhz), watched=True)
     job.memory.learn(job.schedule, job.specs, measured)
-    job.memory.watch = before
+    return measured
 
 
 def measure_hops_s(job: PhaseParts, records: Sequence[StageRecord]) -> tuple[float, ...]:

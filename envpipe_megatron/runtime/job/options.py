@@ -15,7 +15,7 @@ from typing import Any
 
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number, Option, option, options_in
-from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.core.sidecar import Sidecar, sidecar_path
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes, read_power_budget
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.gpu.presets import read_preset_name
@@ -241,6 +241,12 @@ class JobOptions:
         for name, usual in _WITH_TYPE.items():
             given = getattr(self, name) or usual.get(self.type, usual[None])
             object.__setattr__(self, name, given)
+
+    @property
+    def files(self) -> set[Path]:
+        """Return the files that the user gave."""
+        beside = self.profile and sidecar_path(self.profile)
+        return {file for file in (self.plan, self.profile, beside) if file is not None}
 
     @property
     def one_clock(self) -> bool:

@@ -33,7 +33,6 @@ from envpipe_megatron.runtime.job.measuring import (
     known_and_measured,
     measure_hops_s,
     try_parts,
-    watch_parts,
 )
 from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
@@ -47,7 +46,6 @@ from envpipe_megatron.runtime.job.planning import (
     read_files,
 )
 from envpipe_megatron.runtime.job.restarts import JobFolder
-from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.commands import Run, Window
 from envpipe_megatron.tuning.controller import Controller
@@ -61,7 +59,7 @@ from envpipe_megatron.tuning.sweep import measured_profile, planned_beside, reco
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show only the loop"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
 _TRIED_AFTER = 200
-#: Iterations of the steady phase in which the peak of memory is held against its prediction.
+#: Iterations of the steady phase, in the last of which the peak of memory is compared.
 _COMPARED_ITERATIONS = 3
 
 
@@ -81,7 +79,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     # Of a known one, an iteration that does not count and one that it is held against.
     for length in (2, usual) if known else (usual,):
         job.say(f"warm-up: {length} iterations of {schedule.name} at {job.top_mhz} MHz")
-        warm_up = partial(_warm_up, job, at_top, length)
+        warm_up = partial(_watched_last, at_top, length)
         if options.only_measures(schedule.name):  # nothing is learned from its units
             records = yield from warm_up()
         else:
@@ -125,7 +123,7 @@ def _one_clock(job: PhaseParts) -> PhaseRun[None]:
     def keep(clock: int, steps: Mapping[int, StepEnergy]) -> None:
         measured = [{"frequency_mhz": at, **asdict(step)} for at, step in steps.items()]
         job.folder.append("one_clock", {"chosen_mhz": clock, "clocks": measured})
-        job.folder.keep_one_clock(clock)
+        job.folder.keep(one_clock_mhz=clock)
 
     tuner = OneClock(
         job.schedule,
@@ -139,13 +137,10 @@ def _one_clock(job: PhaseParts) -> PhaseRun[None]:
     yield from run_commands(job, job.schedule, clocks, records, tuner.run)
 
 
-def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
-    """Run the warm-up; what the units of its last iteration hold is watched."""
-    job.memory.watch = Watch.PEAK
+def _watched_last(order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
+    """Run an order some times; what the units of the last iteration hold is watched."""
     records = yield from iterations(order, length - 1)
-    job.memory.watch = Watch.UNITS
-    records += yield from iterations(order)
-    job.memory.watch = Watch.PEAK
+    records += yield from iterations(replace(order, watched=True))
     return records
 
 
@@ -189,11 +184,7 @@ def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
         clocks = [job.top_mhz or 1]
         if not job.options.changes_only_order:
             clocks = list(_swept_clocks(job))
-            if not job.gpu.changes_clock:
-                job.say(_DRY_RUN)
-        job.memory.learn(schedule, job.specs)
-        job.memory.watch = Watch.NOTHING
-        facts = _facts(job, records)
+        facts = _learn(job, records)
     measured = yield from try_parts(job, measured)
 
     def begin(first: Window) -> Run[None]:
@@ -235,7 +226,7 @@ def adopt_plan(job: PhaseParts, records: Sequence[StageRecord], profile: Profile
     options, state, own_clocks = job.options, job.state, job.gpu.supported_frequencies_mhz
     given = given_plan(job)
     if given is not None:
-        job.folder.write_plan(given, given=options.plan)
+        job.folder.write_plan(given)
         return given
 
     def begin(first: Window) -> Run[tuple[Plan, tuple[str, ...]]]:
@@ -269,12 +260,8 @@ def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
 
 def _compared(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageRecord]]:
     """Run an order, and hold its peak of memory against the prediction."""
-    records, peaks = [], []
-    for _ in range(_COMPARED_ITERATIONS):
-        records.append((yield order))
-        peaks.append(job.memory.peak_bytes())
-    job.memory.compare(max((peak for peak in peaks if peak is not None), default=None))
-    job.memory.watch = Watch.NOTHING
+    records = yield from _watched_last(order, _COMPARED_ITERATIONS)
+    job.memory.compare()
     return records
 
 
@@ -293,29 +280,24 @@ def _profile(
 ) -> PhaseRun[Profile]:
     """Sweep; DegradedError on all ranks if that fails. As `_save_energy`."""
     swept, schedule = _swept_clocks(job), job.schedule
-    if not job.gpu.changes_clock:
-        job.say(_DRY_RUN)
-    if measured is not schedule:
-        job.memory.learn(schedule, job.specs)
-        measured = yield from try_parts(job, measured)
-    store = Store(measured, swept, _facts(job, records))
+    facts = _learn(job, records)
+    measured = yield from try_parts(job, measured)
+    store = Store(measured, swept, facts)
     begin = partial(measured_profile, store, job.options.steps_at_clock)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))
     profile = yield from run_commands(job, measured, swept, records, begin)
-    # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
-    if measured is schedule:
-        job.memory.learn(schedule, job.specs)
-    else:
-        yield from watch_parts(job, measured)
     profile = with_memory(profile, job.memory.stages)
     job.folder.keep_profile(profile)
     job.state.profiled = schedule
     return profile
 
 
-def _facts(job: PhaseParts, records: Sequence[StageRecord]) -> Sidecar:
-    """Return what is known of the job beside its units; every rank calls it."""
+def _learn(job: PhaseParts, records: Sequence[StageRecord]) -> Sidecar:
+    """Learn what the warm-up shows beside times of units; every rank calls it."""
+    if not (job.gpu.changes_clock or job.options.changes_only_order):
+        job.say(_DRY_RUN)
+    job.memory.learn(job.schedule, job.specs)
     hops_s = measure_hops_s(job, records)
     return replace(job.options.sidecar, gpu=job.gpu.name, p2p_latency_s=hops_s)
 

@@ -77,9 +77,8 @@ def given_plan(job: PhaseParts) -> Plan | None:
 
 def make_room(job: PhaseParts, plan: Plan) -> None:
     """Have the memory of a plan ready before it runs; errors as `JobMemory.predict` raises them."""
-    own_bytes = job.channel.more_bytes(plan.schedule, job.specs)
     make_room_for_messages(job, plan.schedule)  # first, for torch keeps what it reserves
-    job.memory.predict(plan.schedule, own_bytes)
+    job.memory.predict(plan.schedule)
 
 
 def make_room_for_messages(job: PhaseParts, order: Schedule) -> None:
@@ -181,6 +180,12 @@ def check_plan(job: PhaseParts, plan: Plan) -> None:
             kept is None and order.placement is not placement,
             f"lays chunks out as {order.placement}, and this job's model is {placement}",
             "Plan with --runnable, or let the job plan.",
+        ),
+        (
+            kept is None and order.num_chunks != job.options.num_chunks,
+            f"is for {order.num_chunks} chunk(s) a stage, and this job's model has "
+            f"{job.options.num_chunks}",
+            "Plan for as many chunks as the model has, or let the job plan.",
         ),
         (
             kept is None and order.split and not splits(job),

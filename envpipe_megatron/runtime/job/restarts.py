@@ -1,53 +1,29 @@
-"""The output folder of a job: files for people, and `job.json` for its next start.
-
-```json
-{
- "format": "envpipe-job/5", "sha256": "of the rest",
- "units": {"hidden_size": 2048, "...": 0}, "steps": {"num_microbatches": 24, "...": 0},
- "starts": ["2026-05-04T10:11:12.345+00:00"],
- "profile": {"rows": [[0, "forward", 1410, 0.1, 35.0, 0.2], "..."], "listed_chunks": 1,
-             "sidecar": {"...": 0}},
- "baselines": {"": {"mean": {"iterations": 9, "time_s": 0.6, "time_uncertainty_s": 0.001,
-                             "energy_j": 210.0, "metering_uncertainty_j": 0.4},
-                    "by_stage": ["..."], "own": null}},
- "one_clock_mhz": null
-}
-```
-
-What units cost rests on what lies under `units`: model, sizes, GPU; and so all else does. What a
-step takes rests on `steps` besides: how many microbatches and replicas there are. Baselines have
-the names of their batches: empty is the full one, `m24` one of 24 microbatches. Plans are made
-again, from the profile. The file is all that a start reads, and is replaced as a whole: a kill
-leaves the old one or the new one.
-"""
+"""The output folder of a job: files for people, and what its next start finds there."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import pickle
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
-from envpipe_megatron.core.fields import read_json
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile, profile_of_json
-from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.errors import EnvPipeError, plain
-from envpipe_megatron.files import is_of_this_job, lock_file, replace_files
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import is_of_this_job, lock_file
 from envpipe_megatron.formats.energy import append_line
-from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
+from envpipe_megatron.formats.job_file import JobKeys, StoredJob, read_job
+from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions
@@ -56,102 +32,17 @@ from envpipe_megatron.runtime.writer import Writer
 logger = logging.getLogger(__name__)
 
 JOB_FILE = "job.json"
-_JOB_FORMAT = "envpipe-job/5"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
 #: What is put aside of another job.
 _KEPT = re.compile(r"profile\.(csv|json)|job\.json|plan(-m\d+)?\.json")
 #: Looks at a lock of this job's own, in 95 s: NFS keeps one of a node that died for 90 s.
 _OWN_LOCK_LOOKS, _LOOK_S = 190, 0.5
-#: Facts of JSON's types, by the names under which the file has them.
-JobKeys: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 def plan_file(batch: str) -> str:
     """Name the file of a batch's plan; the batch of full size has an empty name."""
     return f"plan-{batch}.json" if batch else "plan.json"
-
-
-@dataclass(frozen=True)
-class StoredJob:
-    """Results of an earlier start that still hold, as `job.json` has it.
-
-    Args:
-        changed: which facts were others before, in words, where that left the profile.
-    """
-
-    starts: tuple[str, ...] = ()
-    profile: Profile | None = None
-    baselines: Mapping[str, BaselineEnergy] = field(default_factory=dict)
-    one_clock_mhz: int | None = None
-    changed: str = ""
-
-    @property
-    def phases_done(self) -> tuple[str, ...]:
-        """Return the phases that need not be run again."""
-        done = {
-            "warm-up": self.baselines,
-            "profile": self.profile,
-            "one clock": self.one_clock_mhz,
-        }
-        return tuple(phase for phase, result in done.items() if result)
-
-    def write(self, path: Path, keys: JobKeys) -> None:
-        """Replace a job file (OSError); a kill at any point leaves the old or the new one."""
-        data = {
-            "format": _JOB_FORMAT,
-            **keys,
-            "starts": self.starts,
-            "profile": self.profile and self.profile.to_json(),
-            "baselines": {batch: asdict(known) for batch, known in self.baselines.items()},
-            "one_clock_mhz": self.one_clock_mhz,
-        }
-        data["sha256"] = _digest(data)
-        lines = (f' "{name}": {json.dumps(value)}' for name, value in data.items())
-        replace_files({path: ["{\n", ",\n".join(lines), "\n}\n"]})
-
-
-def read_job(path: Path, keys: JobKeys) -> StoredJob:
-    """Read what a job file has that still holds by these keys: nothing if there is no such file.
-
-    Raises EnvPipeError if it is of another job (naming what differs) or version, or damaged.
-    """
-    if not path.exists():
-        return StoredJob()
-    fields = read_json(path, "Job file")
-    fields.check_format(_JOB_FORMAT)
-    data, now = fields.data, json.loads(json.dumps(keys))
-    if data.pop("sha256", None) != _digest(data):
-        raise EnvPipeError(f"{path} is damaged")
-    units, steps = (_changes(data[part], now[part]) for part in ("units", "steps"))
-    if units:
-        raise EnvPipeError(f"{path} is of another job: {'; '.join(units + steps)}")
-    profile = profile_of_json(data["profile"], path) if data["profile"] else None
-    job = StoredJob(tuple(data["starts"]), profile, changed="; ".join(steps))
-    if steps:
-        return job
-    baselines = {batch: _baseline(known) for batch, known in data["baselines"].items()}
-    return replace(job, baselines=baselines, one_clock_mhz=data["one_clock_mhz"])
-
-
-def _baseline(known: Mapping[str, Any]) -> BaselineEnergy:
-    by_stage = tuple(StepEnergy(**each) for each in known["by_stage"])
-    return BaselineEnergy(StepEnergy(**known["mean"]), by_stage)
-
-
-def _digest(data: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    def shown(facts: Mapping[str, Any], name: str) -> str:
-        return plain(facts[name]) if name in facts else "not given"
-
-    return [
-        f"{name} was {shown(before, name)} and is now {shown(now, name)}"
-        for name in sorted({*before, *now})
-        if (name in before, before.get(name)) != (name in now, now.get(name))
-    ]
 
 
 def job_keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) -> JobKeys:
@@ -197,10 +88,15 @@ class JobFolder:
     Where another live job writes to the path, this one has `<path>.2` or the next that is free, and
     no files where that cannot be made: it would put the other job's aside, or write over them. A
     lock that an earlier start of this job left on a node that died is waited for, then passed over.
+
+    Args:
+        given: files that the user gave, which stay as they are.
     """
 
-    def __init__(self, path: Path | None, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(
+        self, path: Path | None, collectives: Collectives, given: Collection[Path] = ()
+    ) -> None:
+        self._collectives, self._given = collectives, given
         #: Its lock ends with the process, however that ends, and is no child's.
         self._lock: IO[str] | None = None
         #: Where they are, and what the bill says of that.
@@ -242,12 +138,24 @@ class JobFolder:
         with a warning, and the stored one is kept under other names. A job that may be lowered
         touches nothing until it has something to keep: what is stored may be of the lower level.
         """
-        path, replicas = self.path, self._collectives.num_replicas
-        if path is None or options.fingerprint is None:
+        if self.path is None or options.fingerprint is None:
             return
-        self.found, self.started = self._collectives.agreed(
-            lambda: self._look(path, options, job_keys(options, num_stages, replicas, gpu))
-        )
+        path, num_replicas = self.path / JOB_FILE, self._collectives.num_replicas
+
+        def look() -> tuple[StoredJob, str]:
+            found, keys = StoredJob(), job_keys(options, num_stages, num_replicas, gpu)
+            try:
+                found = read_job(path, keys)
+            except Exception as error:  # a kept file may fail in any way, and the job must start
+                why = error if isinstance(error, EnvPipeError) else repr(error)
+                self._make_way = cache(partial(_set_aside, path.parent, self._given, why))
+            started = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._job, self._keys = replace(found, starts=(*found.starts, started)), keys
+            if found.starts or not options.may_be_lowered:
+                self.keep()
+            return found, started
+
+        self.found, self.started = self._collectives.agreed(look)
 
     def run_label(self, run: str) -> dict[str, str]:
         """Return what lines of logs have as their `run`: no other start has the same.
@@ -266,16 +174,17 @@ class JobFolder:
     def keep_profile(self, profile: Profile) -> None:
         """Keep the profile that was measured, even if no plan can be made from it."""
         self._write(PROFILE_FILE, profile.write)
-        self._keep(profile=profile)
+        self.keep(profile=profile)
 
-    def write_plan(self, plan: Plan, batch: str = "", given: Path | None = None) -> None:
-        """Write the plan of a batch, for people, unless the user gave that file."""
-        if self.path is not None and given != self.path / plan_file(batch):
-            self._write(plan_file(batch), plan.write)
+    def write_plan(self, plan: Plan, batch: str = "") -> None:
+        """Write the plan of a batch, for people."""
+        self._write(plan_file(batch), plan.write)
 
-    def keep_one_clock(self, frequency_mhz: int) -> None:
-        """Keep the clock that was found for the whole job."""
-        self._keep(one_clock_mhz=frequency_mhz)
+    def keep(self, **changes: Any) -> None:
+        """Have `job.json` say other things, by the names of `StoredJob`, if it is kept."""
+        if self._job is not None:
+            self._job = replace(self._job, **changes)
+            self._write(JOB_FILE, partial(self._job.write, keys=self._keys))
 
     def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
         """Keep those of all batches; one without energies is measured again by each start."""
@@ -285,30 +194,25 @@ class JobFolder:
             if all(step.energy_j for step in (baseline.mean, *baseline.by_stage))
         }
         if self._job is not None and whole != self._job.baselines:
-            self._keep(baselines=whole)
+            self.keep(baselines=whole)
 
     def forget_profile(self) -> None:
         """Have a profile measured: an earlier start's is of no use. Every rank calls it."""
         if self.found.profile is not None:
             self.found = replace(self.found, profile=None)
-            self._keep(profile=None)
-
-    def _keep(self, **changes: Any) -> None:
-        if self._job is not None:
-            self._job = replace(self._job, **changes)
-            self._write(JOB_FILE, partial(self._job.write, keys=self._keys))
+            self.keep(profile=None)
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         """Have the planning rank write a file, once another job's has made way."""
-        if self.path is not None and self._collectives.is_planner:
-            # A copy is written: what writing works out must not be added to what is being sent.
-            path = self.path / name
-            try:
-                copied = pickle.dumps(write)
-            except Exception:  # no memory, say
-                logger.exception("%s could not be written, training goes on", path)
-                return
-            self._writer.put(name, lambda: self._make_way() and pickle.loads(copied)(path))
+        path = self.path and self.path / name
+        if path is None or path in self._given or not self._collectives.is_planner:
+            return
+        try:  # a copy is written: what writing works out must not be added to what is being sent
+            copied = pickle.dumps(write)
+        except Exception:  # no memory, say
+            logger.exception("%s could not be written, training goes on", path)
+            return
+        self._writer.put(name, lambda: self._make_way() and pickle.loads(copied)(path))
 
     def _take(self, path: Path, waits: bool) -> tuple[Path | None, tuple[str, ...]] | None:
         """Lock the first folder that no live job writes to; it, and what is to be said of it.
@@ -338,33 +242,14 @@ class JobFolder:
             return own if self._lock else None, (note,)
         raise AssertionError
 
-    def _look(self, path: Path, options: JobOptions, keys: JobKeys) -> tuple[StoredJob, str]:
-        """Return what was found, and when this start began; on the planning rank."""
-        found = StoredJob()
-        try:
-            found = read_job(path / JOB_FILE, keys)
-        except Exception as error:  # a kept file may fail in any way, and the job must start
-            said = error if isinstance(error, EnvPipeError) else repr(error)
-            why = f"The job starts over: {said}".rstrip(".")
-            self._make_way = cache(partial(_set_aside, path, options, why))
-        if found.changed:
-            left = ", ".join(found.phases_done) or "nothing"
-            logger.warning("The job has changed: %s. Of it, %s is kept", found.changed, left)
-        started = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._job, self._keys = replace(found, starts=(*found.starts, started)), keys
-        if found.starts or not options.may_be_lowered:
-            self._keep()
-        return found, started
 
-
-def _set_aside(folder: Path, options: JobOptions, reason: str) -> bool:
+def _set_aside(folder: Path, given: Collection[Path], why: object) -> bool:
     """Rename a job's files but those that the user gave, so that others may have their names.
 
     False if that failed; OSError if the folder cannot be looked at.
     """
-    profile = options.profile
-    given = {options.plan, profile, profile and sidecar_path(profile)}
-    files = {path for path in folder.glob("*.*") if _KEPT.fullmatch(path.name)} - given
+    why = f"The job starts over: {why}".rstrip(".")
+    files = {path for path in folder.glob("*.*") if _KEPT.fullmatch(path.name)}.difference(given)
     number = next(n for n in count(1) if not any(folder.glob(f"*.old{n}.*")))
     kept = []
     try:
@@ -372,7 +257,7 @@ def _set_aside(folder: Path, options: JobOptions, reason: str) -> bool:
         for path in sorted(files, reverse=True):
             kept.append(path.rename(path.with_suffix(f".old{number}{path.suffix}")).name)
     except OSError as error:
-        logger.warning("%s. Its files stay as they are: %s", reason, error)
+        logger.warning("%s. Its files stay as they are: %s", why, error)
         return False
-    logger.warning("%s. Put aside: %s", reason, ", ".join(kept) or "nothing")
+    logger.warning("%s. Put aside: %s", why, ", ".join(kept) or "nothing")
     return True

@@ -51,9 +51,8 @@ class Session:
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
     `pause` before anything that is not training. Times are read when the next iteration's units
     have been handed over, or its phase looks at them before that: the optimizer is launched
-    without a wait for the device, and mostly the next iteration too. A framework that only calls
-    `run_iteration` is billed without what surrounds the units of a phase's last iteration. One that
-    runs its units itself, in its own order, calls `open_iteration` instead.
+    without a wait for the device, and mostly the next iteration too. A framework that runs its
+    units itself, in its own order, calls `open_iteration` instead.
 
     Args:
         gpu: as `open_rank_gpu` opens it.
@@ -76,8 +75,8 @@ class Session:
     ) -> None:
         self._collectives, stage, num_stages = collectives, collectives.stage, len(channel.ranks)
         say = say if collectives.is_planner else lambda text: None
-        self.state = SessionState(wishes=options.power_budget)
-        folder = JobFolder(options.output, collectives)
+        folder = JobFolder(options.output, collectives, options.files)
+        self.state = SessionState(wishes=options.power_budget, notes=folder.notes)
         self._agent = None
         self._timeline: TimelineLog | None = None
         #: What `close` calls once the clock is back, the last first.
@@ -109,7 +108,7 @@ class Session:
             if not self._controlled:
                 runs = self.options.order_in_words(options)
                 notes = f"A GPU is opened for reading only: {runs}", self.refused
-                self.state.notes = tuple(filter(None, notes))
+                self.state.notes += tuple(filter(None, notes))
             self._labels: dict[str, object] = {
                 **folder.run_label(options.run),
                 "node": folder.node,
@@ -169,7 +168,7 @@ class Session:
             meter=meter,
             energy=self.energy,
             collectives=collectives,
-            memory=JobMemory(device_memory(), stage, collectives, say),
+            memory=JobMemory(device_memory(), collectives, say),
             say=say,
             control=control,
             background=lambda: self._closing.enter_context(contextlib.closing(Background())),
@@ -200,8 +199,6 @@ class Session:
         num_microbatches: int,
         specs: StageSpecs,
         make_work: Callable[[Schedule], StageWork],
-        *,
-        full_batch: bool = True,
     ) -> None:
         """Execute one training iteration in the job's present phase.
 
@@ -212,21 +209,18 @@ class Session:
             num_microbatches: M of this iteration.
             specs: what messages carry.
             make_work: of the order that runs.
-            full_batch: as for `open_iteration`.
 
         Raises:
             MemoryFullError: on all ranks, messages have no memory; no unit has run.
             EnvPipeError: a plan for another order, or an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
-        in_step = self._step_begun
-        run = self._open(num_microbatches, specs, None, full_batch=full_batch)
+        run = self._open(num_microbatches, specs, None)
         work = make_work(run.order.schedule)
-        execute(work, run, self.parts.channel, specs, self.parts.memory.begin_units())
-        self._units_ended()
+        watch = self.parts.memory.watch() if run.order.watched else None
+        execute(work, run, self.parts.channel, specs, watch)
         self._running = run
-        if not in_step:
-            self.close_iteration()
+        self.close_iteration()
 
     @property
     def may_split(self) -> bool:
@@ -252,9 +246,7 @@ class Session:
         execute(make_work(order), run, channel, specs)
         _ = run.end().end_s  # waits for the last unit
 
-    def open_iteration(
-        self, own_order: Schedule, specs: StageSpecs | None = None, *, full_batch: bool = True
-    ) -> StageRun:
+    def open_iteration(self, own_order: Schedule, specs: StageSpecs | None = None) -> StageRun:
         """Begin an iteration whose units and messages the framework runs; as `run_iteration`.
 
         A unit's messages need nothing that the framework does after the iteration's last unit: the
@@ -266,14 +258,12 @@ class Session:
                 microbatches.
             specs: shapes of its messages, where another order may run: a microbatch in flight
                 holds one at least.
-            full_batch: whether the batch has the size that the job is about; others are billed
-                apart, and their plans are kept in files of their own.
         """
         specs = specs or StageSpecs({}, {})
-        run = self._open(own_order.num_microbatches, specs, own_order, full_batch=full_batch)
+        run = self._open(own_order.num_microbatches, specs, own_order)
         run.all_ended = self.iterations.catch_up
-        if self.options.reorders:
-            run.unit_ended, run.all_ended = self.parts.memory.begin_units(), self._units_ended
+        if self.options.reorders and run.order.watched:
+            run.unit_ended = self.parts.memory.watch()
         run.begin()
         self._running = run
         return run
@@ -293,10 +283,6 @@ class Session:
         name = self._batches.now.name
         self.iterations.add(self.state.iteration, run, name, controlled=controlled)
         self._batches.unfinished = False
-
-    def _units_ended(self) -> None:
-        self.parts.memory.units_ended()
-        self.iterations.catch_up()
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
         """Add facts about the job to the bill of the node's agent, if there is one.
@@ -366,7 +352,7 @@ class Session:
             "stage": self.parts.stage,
             "phase": state.phase.value,
             "iteration": state.iteration,
-            "notes": [*self.parts.folder.notes, *state.notes],
+            "notes": [*state.notes],
             "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
             "power": state.power,
             "clocks": self.clock.summary(),
@@ -395,19 +381,14 @@ class Session:
         self.parts.folder.append("clocks", {**self._labels, **summary})
 
     def _open(
-        self,
-        num_microbatches: int,
-        specs: StageSpecs,
-        own_order: Schedule | None,
-        *,
-        full_batch: bool,
+        self, num_microbatches: int, specs: StageSpecs, own_order: Schedule | None
     ) -> StageRun:
         self.close_iteration()
         if not self._step_begun:
             self.state.iteration += 1
         self._step_begun = False
         order = self._batches.next_order(
-            self.iterations.last_record, num_microbatches, specs, own_order, full_batch=full_batch
+            self.iterations.last_record, num_microbatches, specs, own_order
         )
         self.iterations.catch_up_before(order.schedule)
         self.state.phase = order.phase

@@ -20,7 +20,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from enum import Enum
 
 import numpy as np
 
@@ -56,14 +55,6 @@ class MemoryFullError(DegradedError):
     """An order that needs more memory than there is, on all ranks alike: another one goes on."""
 
 
-class Watch(Enum):
-    """Tells what to look at in an iteration."""
-
-    NOTHING = 0
-    PEAK = 1
-    UNITS = 2
-
-
 class JobMemory:
     """Watches one rank's memory, and knows that of all stages once it was measured.
 
@@ -74,56 +65,47 @@ class JobMemory:
     def __init__(
         self,
         source: CudaMemory | None,
-        stage: int,
         collectives: Collectives,
         say: Callable[[str], None],
     ) -> None:
-        self._source = source
-        self._stage = stage
-        self._collectives = collectives
-        self._say = say
+        self._source, self._collectives, self._say = source, collectives, say
+        self._stage = collectives.stage
         #: [num_chunks] what a weight gradient that waits is taken to hold until it is measured;
         #: None if that is no more than a microbatch in flight.
         self.waiting_bytes: tuple[float, ...] | None = None
-        #: What is looked at in the iterations that follow.
-        self.watch = Watch.PEAK
         #: One for each stage; None until `learn`, or if memory is not known on every rank.
         self.stages: tuple[StageMemory, ...] | None = None
-        #: The framework's own order, which was measured; and units of this rank.
+        #: The framework's own order, which was measured.
         self._own_order: Schedule | None = None
+        #: This rank's units of the last iteration that was watched.
         self._units: list[Unit] = []
         #: Before the first of these units, and after each.
         self._readings: list[Reading] = []
-        #: While all units of the last iteration that was watched ran.
-        self._units_peak_bytes: int | None = None
         self._unusable_bytes = 0
 
-    def begin_units(self) -> Callable[[Unit], None] | None:
-        """Begin an iteration; returns what to call as a unit ends, if each is watched."""
-        source = self._source
-        if source is None or self.watch is Watch.NOTHING:
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak of this rank's units in the last iteration that was watched."""
+        return max(reading.peak_bytes for reading in self._readings)
+
+    def watch(self) -> Callable[[Unit], None] | None:
+        """Watch the units of an iteration that begins; return what to call as each of them ends.
+
+        None where there is no memory to watch. What the optimizer takes is not theirs.
+        """
+        if self._source is None:
             return None
-        self._units_peak_bytes = None
-        source.reset_peak()
-        if self.watch is not Watch.UNITS:
-            return None
-        self._units, self._readings = [], [source.read()]
+        self._source.reset_peak()
+        self._units, self._readings = [], [self._source.read()]
         return self._unit_ended
 
-    def units_ended(self) -> None:
-        """End the units of an iteration: what the optimizer takes is not theirs."""
-        if self._source is not None and self.watch is not Watch.NOTHING:
-            of_units = self._readings if self.watch is Watch.UNITS else []
-            readings = self._source.read(), *of_units
-            self._units_peak_bytes = max(reading.peak_bytes for reading in readings)
-
     def learn(self, schedule: Schedule, specs: StageSpecs, ran: Schedule | None = None) -> None:
-        """Take in the iteration that has just ended, and one before whose units were watched.
+        """Take in the last iteration that was watched, of the framework's own schedule.
 
-        Both ran the framework's own schedule. A stage keeps its input or what it made of it, so no
-        microbatch holds less than a message of `specs`. Or they were one iteration of `ran`, that
-        schedule with some backwards of each chunk split in place, but not the first: it also tells
-        what waits for weight gradients. What was known before is forgotten, but where that fails.
+        A stage keeps its input or what it made of it, so no microbatch holds less than a message of
+        `specs`. Or the iteration was of `ran`, that schedule with some backwards of each chunk
+        split in place, but not the first: it also tells what waits for weight gradients. What was
+        known before is forgotten, but where that fails.
         """
         own, self._own_order = None, schedule
         try:
@@ -144,10 +126,8 @@ class JobMemory:
             f"{_gib(s.room_bytes for s in stages)} beside {SAFETY_MARGIN:.0%} kept free"
         )
 
-    def predict(self, schedule: Schedule, more_bytes: int = 0) -> None:
+    def predict(self, schedule: Schedule) -> None:
         """Say what an order that is about to run will hold, and have it ready.
-
-        Beside the allocator's, `more_bytes` are to be taken for its messages.
 
         Ready before the order's first message: an allocator that finds no memory gives back what it
         caches, which waits for all that the device does. With receives of NCCL it would wait for a
@@ -160,17 +140,12 @@ class JobMemory:
         if stages is None or source is None or own is None:  # on every rank alike
             return
         peaks = schedule.peak_in_flight
-        for_messages = self._collectives.by_stage(more_bytes, max)
-        rooms = [s.room_bytes - more for s, more in zip(stages, for_messages, strict=True)]
-        allowed = [s.baseline_peak_bytes + r for s, r in zip(stages, rooms, strict=True)]
+        allowed = [stage.baseline_peak_bytes + stage.room_bytes for stage in stages]
         predicted: list[float] = []
 
         def reserve() -> bool:
             predicted.extend(peaks_bytes(stages, schedule, own))
-            messages = f", {_gib(for_messages)} GiB more for messages" if any(for_messages) else ""
-            self._say(
-                f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB{messages}"
-            )
+            self._say(f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB")
             if predicted[self._stage] > (1 + RELATIVE_TOLERANCE) * allowed[self._stage]:
                 return False
             return source.reserve(math.ceil(predicted[self._stage]) + self._unusable_bytes)
@@ -178,14 +153,10 @@ class JobMemory:
         self.stages = None  # unless it is known
         ready = on_every_rank(self._collectives, reserve)
         full = [n for n, holds in enumerate(self._collectives.by_stage(ready, all)) if not holds]
-        left = tuple(
-            replace(stage, room_bytes=max(0.0, room))
-            for stage, room in zip(stages, rooms, strict=True)
-        )
-        if full:  # no later plan is to hold as many; messages keep what they took
+        if full:  # no later plan is to hold as many
             self.stages = tuple(
                 stage.with_room_below(predicted[n]) if n in full else stage
-                for n, stage in enumerate(left)
+                for n, stage in enumerate(stages)
             )
             raise MemoryFullError(
                 f"Stages {plain(full)} have no memory for the microbatches in flight of this "
@@ -195,21 +166,17 @@ class JobMemory:
             )
         self.stages = tuple(
             replace(stage, in_flight=peak, predicted_peak_bytes=bytes_, measured_peak_bytes=None)
-            for stage, peak, bytes_ in zip(left, peaks, predicted, strict=True)
+            for stage, peak, bytes_ in zip(stages, peaks, predicted, strict=True)
         )
 
-    def peak_bytes(self) -> int | None:
-        """Return the last iteration's peak, if memory is known and it was watched."""
-        return None if self.stages is None else self._units_peak_bytes
-
-    def compare(self, peak_bytes: int | None) -> None:
-        """Hold the prediction, if there is one, against the peak that this rank saw meanwhile.
+    def compare(self) -> None:
+        """Hold the prediction, if there is one, against the last iteration that was watched.
 
         There is none where the framework's own order runs on though too little memory was free.
         """
         if self.stages is None or self.stages[0].predicted_peak_bytes is None:
             return
-        measured = self._collectives.by_stage(peak_bytes or 0, max)
+        measured = self._collectives.by_stage(self.peak_bytes, max)
         self.stages = tuple(
             replace(stage, measured_peak_bytes=peak)
             for stage, peak in zip(self.stages, measured, strict=True)
@@ -225,12 +192,11 @@ class JobMemory:
     def _own(
         self, schedule: Schedule, specs: StageSpecs, ran: Schedule | None
     ) -> StageMemory | None:
-        if self._source is None or not self._readings:
+        if self._source is None or len(self._units) != (ran or schedule).units_per_stage:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
         self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
-        peak, needed = self._units_peak_bytes, None
-        assert peak is not None
+        peak, needed = self.peak_bytes, None
         if ran is not None:  # whole backwards of it run where most is held, as in the schedule
             kinds, chunks = ran.priced_kinds[self._stage], ran.chunks[self._stage]
             peaks = np.array([reading.peak_bytes for reading in self._readings[1:]])

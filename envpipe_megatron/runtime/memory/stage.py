@@ -30,7 +30,8 @@ WHOLE_KINDS = [*map([*Kind].index, WHOLE)]
 PREDICTION_ERROR = 0.05
 #: Share of the memory that a process could have which no extra forward is given. It covers a
 #: prediction that is as wrong as it may be, and what comes into being later outside of torch's
-#: allocator: communicators, workspaces, kernels that are loaded lazily.
+#: allocator: communicators, workspaces, kernels that are loaded lazily, slots for messages; and the
+#: messages that an order keeps, of planned orders three at most.
 SAFETY_MARGIN = PREDICTION_ERROR
 
 

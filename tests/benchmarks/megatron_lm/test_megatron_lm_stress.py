@@ -5,8 +5,9 @@ from itertools import pairwise, product
 from unittest import mock
 
 import pytest
+from channel_search import out_of_turn
 
-from envpipe_megatron.core.channel_model import completes, most_kept
+from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.problem import order_limits
@@ -35,7 +36,7 @@ def test_stirred_orders_take_messages_out_of_order_and_keep_sums():
     for _ in range(20):
         own, _ = random_interleaved(source, 2, 8, 2)
         order = stress.stirred(source, own)
-        kept += any(most_kept(order, stage, kind) for stage in range(2) for kind in WHOLE)
+        kept += out_of_turn(order)
         for before, after in zip(own.stages, order.stages, strict=True):
             for way in product(WHOLE, range(2)):
                 assert [u for u in before if (u.kind, u.chunk) == way] == [

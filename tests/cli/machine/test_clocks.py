@@ -17,7 +17,7 @@ from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import Lease
-from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
+from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError, lease_content, lease_name
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.registry import open_gpu
 
@@ -179,6 +179,22 @@ def test_an_epilogue_undoes_what_dead_jobs_left_and_nothing_else(node):
     assert run_well("clocks", "reset", "--dead-jobs").stdout == "There is nothing to reset.\n"
     assert run("clocks", "reset", "--dead-jobs", "--gpu", "0").exit_code == 2
     held.release()
+
+
+def test_an_epilogue_does_not_go_where_a_lease_of_another_user_says(node, tmp_path):
+    """Nor does one of the same user's that nobody can undo hide what became of the others."""
+    address = GpuAddress("emulated", f"{tmp_path}#no number")
+    path = Path(os.environ["ENVPIPE_LEASE_DIR"], lease_name(address))
+    lock(node, 2)
+    dead_job_leaves(node.uuids[2])
+    path.write_bytes(lease_content(address, "job 8", None, ()))
+    result = run("clocks", "reset", "--dead-jobs")
+    assert f"GPU 2 ({node.uuids[2]}): reset by nvml" in result.stdout
+    assert f"{address.uid}: not reset: " in result.stdout
+    assert (result.exit_code, locked(node), path.exists()) == (1, [], True)
+    if os.geteuid() == 0:
+        os.chown(path, 4711, -1)
+        assert run_well("clocks", "reset", "--dead-jobs").stdout == "There is nothing to reset.\n"
 
 
 def test_what_dead_jobs_left_is_undone_also_on_gpus_that_are_not_shown(node, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from commands import run
 
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
 
@@ -43,10 +44,12 @@ def test_emulated_gpu_tells_its_presets_latency(tmp_path, monkeypatch):
 def test_a_device_that_cuda_does_not_show_is_refused(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(clocks, "choose_control", lambda *_, **__: None)  # any right will do
-    result = measure("--device", "2")
-    assert result.exit_code == 1
-    assert "CUDA shows 2 GPUs" in result.output
+    any_right = Control("auto", "nvml", "of a test")
+    monkeypatch.setattr(clocks, "choose_control", lambda *_: any_right)
+    for device in ("2", "-1"):
+        result = measure("--device", device)
+        assert result.exit_code == 1
+        assert "CUDA shows 2 GPUs" in result.output
 
 
 def test_forbidden_before_anything_is_touched(fake_nvml, monkeypatch):

@@ -88,7 +88,7 @@ def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypat
     for backend in ("nvml", "dry_run"):
         with pytest.raises(GpuNotSupportedError, match=f"lists no SM clocks.*{uid}"):
             open_gpu(GpuAddress(backend, uid))
-        chosen = choose_for(uid, backend, require=False, one_clock=False)
+        chosen = choose_for(uid, backend, one_clock=False)
         assert chosen.backend is None
         assert "lists no SM clocks" in chosen.warning
     assert "lists no SM clocks" in str(NvmlGpu(uid).obstacle())

@@ -1,5 +1,6 @@
 """Zeusd: which GPU is changed, and every way in which the daemon can fail."""
 
+import contextlib
 import math
 import os
 import socket
@@ -63,6 +64,8 @@ def test_a_gpu_that_the_daemon_does_not_manage_is_never_touched(daemon):
         ({"id": 0, "name": "fake"}, r"PCI addresses.*Upgrade zeusd to 0\.5"),
         ({"id": 0, "pci_address": "over there"}, "Not a PCI bus id"),
         (3, "does not answer /discover"),
+        ({"id": "first", "pci_address": "0000:01:00.0"}, "does not answer /discover"),
+        ({"id": None, "pci_address": "0000:01:00.0"}, "does not answer /discover"),
     ],
 )
 def test_a_daemon_that_tells_no_addresses_is_refused(daemon, gpu, said):
@@ -151,6 +154,20 @@ def test_tokens(daemon, monkeypatch):
     assert Zeusd(daemon.path).token_ends_s() == math.inf
     gpu_of(daemon).lock_frequency(1380)
     assert daemon.changes == [locked(1380)]
+
+
+@pytest.mark.parametrize(("token", "good"), [("good\n", True), ("go\nod", False), ("gööd€", False)])
+def test_a_token_with_characters_that_no_header_has(daemon, monkeypatch, token, good):
+    """One that was read from a file may end in a line break; no log may say it."""
+    daemon.tokens = {"good": ["gpu-control"]}
+    monkeypatch.setenv("ZEUSD_TOKEN", token)
+    told = contextlib.nullcontext()
+    if not good:
+        told = pytest.raises(GpuPermissionError, match=r"that no token has.*ZEUSD_TOKEN")
+    with told as refused:
+        gpu_of(daemon).lock_frequency(1380)
+    assert daemon.changes == [locked(1380)] * good
+    assert refused is None or token not in str(refused.value)
 
 
 def test_control_ends_before_the_token_does(daemon, monkeypatch):

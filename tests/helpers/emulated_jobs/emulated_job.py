@@ -224,7 +224,6 @@ class EmulatedJob:
         late = chain(self._late, repeat(self._late[-1]))
         channel = SimpleNamespace(
             capacity=None,
-            more_bytes=lambda schedule, specs: 0,
             make_room=lambda schedule, specs: schedule.stages == own.stages or next(rooms),
             expect=_nothing,
             send=_nothing,
@@ -257,7 +256,7 @@ class EmulatedJob:
             meter=VirtualMeter(gpu),
             energy=SimpleNamespace(baselines={}),  # type: ignore[arg-type]
             collectives=collectives,
-            memory=JobMemory(None, stage, collectives, said),
+            memory=JobMemory(None, collectives, said),
             say=said if collectives.is_planner else _nothing,
             background=lambda: Immediate(late),
         )

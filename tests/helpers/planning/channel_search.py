@@ -3,7 +3,8 @@
 It shares no code with `envpipe_megatron.core.channel_model`, which it checks.
 """
 
-from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.channel_model import inputs_of
+from envpipe_megatron.core.kinds import MESSAGES, WHOLE, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 
 
@@ -134,3 +135,16 @@ def _counts(program: list[_Step], counted: _Step) -> list[int]:
 
 def _plus_one(state: _State, place: int) -> _State:
     return (*state[:place], state[place] + 1, *state[place + 1 :])
+
+
+def out_of_turn(schedule: Schedule) -> bool:
+    """Whether a stage takes messages of a kind in another order than they are sent."""
+    for stage, units in enumerate(schedule.stages):
+        sent = inputs_of(schedule, stage)
+        taken = [unit for unit in units if unit in sent]
+        for kind in WHOLE:
+            if [u for u in sent if MESSAGES[u.kind] is kind] != [
+                u for u in taken if MESSAGES[u.kind] is kind
+            ]:
+                return True
+    return False

@@ -344,10 +344,9 @@ def two_nodes(nodes) -> tuple[NodeAgent, NodeAgent, list[Rank]]:
 
 
 def send_to_first(ranks: list[Rank]) -> None:
-    answer = ranks[0].ask({"op": "collect", "host": "localhost"})
-    assert answer["event"] == "collecting"
+    endpoint = ranks[0].collect()
     for rank in ranks:
-        send(rank.connection, {"op": "send_to", "endpoint": answer["endpoint"]})
+        send(rank.connection, {"op": "send_to", "endpoint": endpoint})
 
 
 def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
@@ -389,7 +388,7 @@ def test_a_node_that_does_not_end_is_named_and_the_bill_that_is_shown_stays(node
 def test_a_bill_that_the_own_nodes_lines_do_not_reach_is_incomplete(nodes):
     agent = nodes.agent("a")
     rank = nodes.rank(agent, nodes.gpu(0), 0).say_hello()
-    endpoint = rank.ask({"op": "collect", "host": "localhost"})["endpoint"]
+    endpoint = rank.collect()
     send(rank.connection, {"op": "send_to", "endpoint": {**endpoint, "port": 1}})  # nobody's
     rank.train(0)
     rank.bye()

@@ -141,9 +141,9 @@ def job(tmp_path_factory) -> Iterator[tuple[Prometheus, list[NodeAgent]]]:
             nodes.rank(agent, nodes.gpu(number), number).say_hello()
             for number, agent in enumerate(agents)
         ]
-        collecting = ranks[0].ask({"op": "collect", "host": "127.0.0.1"})
+        endpoint = ranks[0].collect("127.0.0.1")
         for rank in ranks:
-            send(rank.connection, {"op": "send_to", "endpoint": collecting["endpoint"]})
+            send(rank.connection, {"op": "send_to", "endpoint": endpoint})
         send(ranks[0].connection, {"op": "job", "facts": FACTS})
         ports = []
         for agent in agents:

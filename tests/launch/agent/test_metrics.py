@@ -172,9 +172,10 @@ def test_figures_of_the_job(node):
         ("cost",): 8e-5, ("co2_grams",): 8e-3, ("saving_ratio", "predicted"): 0.25,
         ("saving_ratio", "measured"): 0.2, ("slowdown_ratio", "measured"): 0,
     })  # fmt: skip
-    bill.add(*parsed([{**trained, "phase": "steady m2"}]))
-    families = node.scrape(port)  # batches of two sizes: nobody knows the tokens
-    assert not families["envpipe_job_tokens"].samples
+    for other in ({**trained, "phase": "steady m2"}, job(tokens_per_iteration=80)):
+        node.agent.bill = Bill(parsed([job(**facts), trained, other]))
+        families = node.scrape(port)  # batches of two sizes: nobody knows the tokens
+        assert not families["envpipe_job_tokens"].samples
 
 
 def test_a_gpu_that_cannot_be_read_takes_no_others_figures_away(node):

@@ -171,6 +171,7 @@ def test_processes_by_default(gpus, processes, environ):
         ("NODE_RANK", [], ["one"], "--node-rank"),
         ("MASTER_PORT", ["1"], ["http"], "--master-port"),
         ("NPROC_PER_NODE", ["1", "auto"], ["0", "8 GPUs", "two"], "NPROC_PER_NODE"),
+        ("NNODES", ["2", "1:2"], ["0", "two", "-2", "2:x", ":2"], "NNODES"),
     ],
 )
 def test_wrong_numbers_of_nodes_and_processes_are_named(name, good, bad, message):

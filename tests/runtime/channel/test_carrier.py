@@ -109,7 +109,7 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silen
 
 def test_where_the_framework_sends_its_own_messages_they_take_no_memory_of_ours():
     made, order = P2PChannel([10, 11], 0, {}), one_f_one_b(2, 8)
-    assert (made.more_bytes(order, SPECS), made.make_room(order, SPECS)) == (0, True)
+    assert made.make_room(order, SPECS)
     assert made.capacity is None
 
 

@@ -20,9 +20,9 @@ from envpipe_megatron.runtime.energy import agent_link
 from envpipe_megatron.runtime.energy.agent_link import AgentLink, connect_to_agent
 
 LONG_S = 20.0
-WELCOME = {"event": "welcome", "node": "n0"}
 ENDPOINT = {"host": "n0", "port": 5, "token": "t"}
-COLLECTING = {"event": "collecting", "endpoint": ENDPOINT}
+WELCOME = {"event": "welcome", "node": "n0", "endpoint": None}
+COLLECTING = {**WELCOME, "endpoint": ENDPOINT}
 LABELS = {"rank": 3, "stage": 1}
 #: Node and GPU of the rank under test.
 OWN = ("n0", "fake#0")
@@ -117,7 +117,7 @@ def pair() -> Iterator[tuple[AgentLink, socket.socket]]:
     """A link, and the agent's end of it, which reads when the test does."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     there.settimeout(LONG_S)
-    link = AgentLink(here)
+    link = AgentLink(here, "n0")
     yield link, there
     link.close()
     there.close()
@@ -151,7 +151,7 @@ def test_without_an_agent_there_is_no_link(monkeypatch, value, caplog):
 
 def test_the_planner_has_its_agent_collect_and_tells_all_ranks(pretend, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "n0")
-    agent = pretend(WELCOME, COLLECTING, ...)
+    agent = pretend(COLLECTING, ...)
     ranks = Ranks(None, None)
     link = link_to(ranks)
     assert link is not None
@@ -159,16 +159,18 @@ def test_the_planner_has_its_agent_collect_and_tells_all_ranks(pretend, monkeypa
     link.job({"model": "gpt"})
     link.close()
     link.close()
-    assert [agent.hears() for _ in range(8)] == [
-        {"op": "hello", "gpu_uid": "fake#0", "rank": 3, "stage": 1},
-        {"op": "collect", "host": "n0", "control": None},
+    assert [agent.hears() for _ in range(7)] == [
+        {
+            "op": "hello", "gpu_uid": "fake#0", "rank": 3, "stage": 1,
+            "collect": {"host": "n0", "control": None},
+        },
         {"op": "send_to", "endpoint": ENDPOINT},
         {"op": "job", "facts": {"num_gpus": 3}},
         {"op": "window", "line": {"energy_j": 1.0}},
         {"op": "job", "facts": {"model": "gpt"}},
         {"op": "bye"},
         "it hung up",
-    ]
+    ]  # fmt: skip
     assert ranks.gathered == [(ENDPOINT, OWN)]
 
 
@@ -181,12 +183,12 @@ def test_the_planner_has_its_agent_collect_and_tells_all_ranks(pretend, monkeypa
     ],
 )
 def test_gpus_are_counted_once(pretend, others, num_gpus):
-    agent = pretend(WELCOME, COLLECTING, ...)
+    agent = pretend(COLLECTING, ...)
     link = link_to(Ranks(*others))
     assert link is not None
     link.close()
-    heard = [agent.hears() for _ in range(4)]
-    assert heard[3] == {"op": "job", "facts": {"num_gpus": num_gpus}}
+    heard = [agent.hears() for _ in range(3)]
+    assert heard[2] == {"op": "job", "facts": {"num_gpus": num_gpus}}
 
 
 @pytest.mark.parametrize("endpoint", [ENDPOINT, None])  # None: each node keeps its bill
@@ -197,6 +199,7 @@ def test_another_rank_sends_to_where_the_planner_said(pretend, endpoint):
     link.close()
     sent = [{"op": "send_to", "endpoint": endpoint}] if endpoint else []
     heard = [agent.hears() for _ in range(2 + len(sent))]
+    assert heard[0]["collect"] is None
     assert heard[1:] == [*sent, {"op": "bye"}]
 
 
@@ -225,18 +228,16 @@ def test_another_user_who_listens_in_an_agents_place_is_told_nothing(pretend, mo
     assert agent.hears() == "it hung up"
 
 
-@pytest.mark.parametrize("answer", [None, b"garbage", {}, {"event": "refused"}])
-def test_an_agent_that_does_not_collect_still_bills_its_node(pretend, answer, monkeypatch):
-    monkeypatch.setattr(agent_link, "_ANSWER_S", 0.05)
-    agent = pretend(WELCOME, answer, ...)
+def test_an_agent_that_does_not_collect_still_bills_its_node(pretend):
+    agent = pretend(WELCOME, ...)
     ranks = Ranks(None)
     link = link_to(ranks)
     assert link is not None
     assert ranks.gathered == [(None, OWN)]
     link.window({})
     link.close()
-    heard = [agent.hears()["op"] for _ in range(5)]
-    assert heard == ["hello", "collect", "job", "window", "bye"]
+    heard = [agent.hears()["op"] for _ in range(4)]
+    assert heard == ["hello", "job", "window", "bye"]
 
 
 # While it trains -----------------------------------------------------------------------------

@@ -106,14 +106,14 @@ class OneRank:
             self.iterate(phase, unit_s)
         self.now_s = end_s
         self.energy.end_step(self.number)
+        if not self.late:
+            self.energy.catch_up()
 
     def iterate(self, phase: Phase, begin_s: float, duration_s: float = 0.5) -> None:
         """Two units of a quarter of the time each, a wait of a tenth before each, and a rest."""
         start_s, end_s = np.array([0.1, 0.45]) * duration_s, np.array([0.35, 0.7]) * duration_s
         record = StageRecord(start_s, end_s, begin_s, duration_s)
         self.energy.add(phase, self.number, record, np.array([False, True]))
-        if not self.late:
-            self.energy.catch_up()
 
     def compared(self) -> dict[str, Any]:
         """What steady steps of this GPU save, as JSON has it."""
@@ -148,8 +148,7 @@ def test_all_that_is_told_of_one_job(rank):
     job = rank()
     energy = job.energy
     assert energy.gather(energy.lap()) == IntervalEnergy({}, None)
-    energy.add_between_phases(0, 0.5)  # no step has begun: it is nobody's
-    energy.end_step(0)  # nor this
+    energy.end_step(0)  # no step has begun
     job.step(None, 0.5, 0.5, 1.0)
     job.now_s = 1.25
     energy.end_step(0)  # it has ended
@@ -409,16 +408,16 @@ def test_steps_follow_each_other_without_a_gap_but_for_pauses(rank):
     job.energy.add_between_phases(3, 2.75)
     job.iterate(Phase.STEADY, 3.25)
     job.energy.pause()  # in the middle of the step, whose optimizer has no end
-    job.iterate(Phase.STEADY, 5.0)  # a framework that does not tell when steps begin and end
-    job.iterate(Phase.STEADY, 5.75)
-    job.iterate(Phase.RECONFIGURE, 6.5)
+    job.step(Phase.STEADY, 5.0, 5.0, 5.5)
+    job.iterate(Phase.STEADY, 5.75)  # nobody says where this one begins or ends
+    job.step(Phase.RECONFIGURE, 6.5, 6.5, 7.0)
     assert job.spans() == [
         ("warm-up", 0.25, 2.0),
         ("framework", 2.0, 2.5),
         ("plan", 2.5, 3.0),
         ("steady", 3.0, 3.75),
         ("steady", 5.0, 6.25),
-        ("reconfigure", 6.5, 7.0),
+        ("reconfigure", 6.25, 7.0),
     ]
     (line,) = [line for line in job.lines if line["begin_s"] == 5.0]
     assert (line["compute_s"], line["blocking_s"]) == pytest.approx((0.5, 0.1))

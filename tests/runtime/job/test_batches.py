@@ -181,7 +181,7 @@ def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, 
     batches = iterations.Batches(job, lambda facts: None)
     for count in (4, 2, 4):
         own = builders.one_f_one_b(1, count)
-        assert batches.next_order(None, count, None, own, full_batch=count == 4) is order
+        assert batches.next_order(None, count, None, own) is order
     assert found == begun
 
 

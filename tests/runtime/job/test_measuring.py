@@ -25,7 +25,7 @@ from envpipe_megatron.runtime.job.measuring import (
 )
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import note
-from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 H200 = Path(__file__).parents[3] / "benchmarks" / "h200"
 AUTO = JobOptions(num_microbatches=MICROBATCHES, why_whole="")
@@ -78,20 +78,19 @@ def test_a_profile_without_parts_is_used_only_where_the_user_gave_it(monkeypatch
 
 class OfParts(Memory):
     def learn(self, schedule: Schedule, specs: Any, ran: Schedule) -> None:  # type: ignore
-        self.calls.append(("learn", schedule.name, ran.name, self.watch))
+        self.calls.append(("learn", schedule.name, ran.name))
 
 
 def test_what_parts_hold_is_watched_before_they_are_measured():
     rank: Any = Rank(AUTO, OWN, memory=OfParts())
-    rank.memory.watch = Watch.PEAK
     trying = try_parts(rank, half_split(OWN))
     order = next(trying)
     assert (order.phase, order.schedule.name) == (Phase.PROFILE, "1f1b-split")
     assert (order.frequency_mhz == max(CLOCKS)).all()
-    assert rank.memory.watch is Watch.UNITS
+    assert order.watched
     assert finish(trying).name == "1f1b-split"
-    assert rank.memory.calls == [("learn", "1f1b", "1f1b-split", Watch.UNITS)]
-    assert (rank.memory.predicted, rank.memory.watch) == (["1f1b-split"], Watch.PEAK)
+    assert rank.memory.calls == [("learn", "1f1b", "1f1b-split")]
+    assert rank.memory.predicted == ["1f1b-split"]
     assert not rank.state.whole
 
 

@@ -19,7 +19,7 @@ from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 ENVELOPE = JobOptions(
     num_microbatches=MICROBATCHES, type="envelope", reconfigure="default", baseline_steps=3
@@ -33,12 +33,12 @@ class Record(str):
     whole = True
 
 
-def run(rank: Any, count: int) -> list[tuple[IterationOrder, Any]]:
-    """So many iterations, and what was watched in each."""
+def run(rank: Any, count: int) -> list[IterationOrder]:
+    """So many iterations."""
     going, record, ran = run_phases(rank), None, []
     for number in range(count):
         order = going.send(record)  # type: ignore[arg-type]  # a generator begins with None
-        ran.append((order, rank.memory.watch))
+        ran.append(order)
         record = Record(f"record {number}")  # type: ignore[assignment]
     return ran
 
@@ -62,41 +62,34 @@ def test_messages_have_memory_on_all_ranks_before_a_unit_runs(own):
 def test_a_baseline_keeps_the_frameworks_order_at_the_highest_clock():
     rank = Rank(replace(BASELINE, baseline_steps=2))
     ran = run(rank, 7)
-    assert [(order.phase, watched) for order, watched in ran] == [
-        (Phase.WARMUP, Watch.PEAK),
-        (Phase.WARMUP, Watch.UNITS),
-        *[(Phase.STEADY, Watch.PEAK)] * 3,
-        *[(Phase.STEADY, Watch.NOTHING)] * 2,
+    assert [(order.phase, order.watched) for order in ran] == [
+        (Phase.WARMUP, False),
+        (Phase.WARMUP, True),
+        *[(Phase.STEADY, False)] * 2,
+        (Phase.STEADY, True),
+        *[(Phase.STEADY, False)] * 2,
     ]
-    for order, _ in ran:
+    for order in ran:
         assert order.schedule.stages == OWN.stages
         assert clocks_of(order) == {1410}
-    assert rank.memory.calls == [("learn", "1f1b"), ("compare", 9)]
+    assert rank.memory.calls == [("learn", "1f1b"), ("compare",)]
     assert rank.memory.predicted == ["1f1b"]
     assert rank.said == ["warm-up: 2 iterations of 1f1b at 1410 MHz", "steady: 1f1b"]
 
 
 def test_units_of_a_plan_that_stays_are_timed_where_they_are_recorded():
     ran = run(Rank(replace(BASELINE, baseline_steps=2)), 2 + 250)
-    timed = [number for number, (order, _) in enumerate(ran[2:]) if order.times_units]
+    timed = [number for number, order in enumerate(ran[2:]) if order.times_units]
     assert timed == [*range(10), 100, 200]
-    assert all(order.times_units for order, _ in ran[:2])
-    assert len({id(order.frequency_mhz) for order, _ in ran[2:]}) == 1
-
-
-@pytest.mark.parametrize("peaks", [[None, 4, 3], [None] * 3])
-def test_peaks_that_nobody_knows_are_not_compared(peaks):
-    rank = Rank(BASELINE)
-    rank.memory.peaks, rank.memory.stages = [*peaks], "known"
-    run(rank, 5)
-    assert rank.memory.calls == [("compare", 4 if peaks[1] else None)]
+    assert all(order.times_units for order in ran[:2])
+    assert len({id(order.frequency_mhz) for order in ran[2:]}) == 1
 
 
 @pytest.mark.parametrize("error", [MemoryFullError, DegradedError])
 def test_too_little_memory_for_the_own_order_is_said_alone(error):
     rank = Rank(BASELINE)
     rank.memory.predicting = error("Of a test")
-    assert run(rank, 3)[-1][0].phase is Phase.STEADY
+    assert run(rank, 3)[-1].phase is Phase.STEADY
     assert "memory: Of a test" in rank.said
 
 
@@ -126,7 +119,7 @@ def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, optio
     given = {"type": policy, "scheduling": scheduling, "num_chunks": chunks, **options}
     rank = Rank(replace(BASELINE, baseline_steps=3, **given), own_order=kept)
     rank.state.plan = "plan"  # type: ignore[assignment]
-    order, _ = run(rank, 4)[-1]
+    order = run(rank, 4)[-1]
     assert (order.phase, clocks_of(order)) == (Phase.STEADY, {1410})
     assert [records for (_, records), _ in save.call_args_list] == (
         [["record 0", "record 1", "record 2"]] if saves else []
@@ -160,7 +153,7 @@ def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(monkeypatc
     rank.folder.forget_profile = lambda: pytest.fail("others use it")  # type: ignore[method-assign]
     rank.state.several_sizes = True
     rank.state.notes = ("Of another.",)
-    order, _ = run(rank, 3)[-1]
+    order = run(rank, 3)[-1]
     assert (order.phase, clocks_of(order)) == (Phase.STEADY, {1410})
     note = "The framework's own order, at the highest clock: Of a test"
     assert rank.state.notes == ("Of another.", f"m4: {note}")

@@ -26,6 +26,7 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.job_file import StoredJob
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import Problem
@@ -40,7 +41,6 @@ from envpipe_megatron.runtime.job.planning import (
     predicted,
     read_files,
 )
-from envpipe_megatron.runtime.job.restarts import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning import sweep
@@ -97,24 +97,19 @@ class Starting(Rank):
         super().__init__(options, supported=supported, **parts)
         self.other = lambda own: {*of_next} if isinstance(own, set) else own
         self.path, self.full = path, full
-        #: Plans that were made, and those that were given.
-        self.kept, self.given = list[Plan](), list[Plan]()
+        #: Plans that were written.
+        self.kept = list[Plan]()
         self.folder = SimpleNamespace(
             found=StoredJob(),
-            write_plan=lambda plan, batch="", given=None: (
-                self.given if given else self.kept
-            ).append(plan),
+            write_plan=lambda plan, batch="": self.kept.append(plan),
         )
         self.channel = SimpleNamespace(
             capacity=capacity,
-            more_bytes=lambda s, specs: 0 if self.own_order else s.num_units,
             make_room=lambda s, specs: s.name not in no_slots,
         )
         self.memory.predict, self.predicted = self.predict, self.memory.predicted
 
-    def predict(self, schedule: Any, more_bytes: Any) -> None:
-        # A framework that keeps its order carries its own messages.
-        assert more_bytes == (0 if self.own_order else schedule.num_units)
+    def predict(self, schedule: Any) -> None:
         self.predicted.append(schedule.name)
         if len(self.predicted) <= self.full:
             raise MemoryFullError("Too little of a test")
@@ -174,7 +169,7 @@ def test_a_plan_by_file_is_run_as_it_stands(by_file):
     job = Starting(by_file)
     plan = job.adopt()
     assert plan.schedule.name == "envpipe"
-    assert (job.kept, job.given, job.predicted, job.said) == ([], [plan], ["envpipe"], [])
+    assert (job.kept, job.predicted, job.said) == ([plan], ["envpipe"], [])
 
 
 def test_without_a_file_a_plan_is_made(tmp_path):
@@ -238,8 +233,13 @@ THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of 
             "lays chunks out as v, and this job's model is looped",
             "--runnable",
         ),
+        (
+            builders.interleaved(2, 4, 2, 2),
+            r"is for 2 chunk\(s\) a stage, and this job's model has 1",
+            "as many chunks as the model",
+        ),
     ],
-    ids=["split", "v"],
+    ids=["split", "v", "chunks"],
 )
 def test_a_plan_by_file_that_the_job_does_not_run_is_refused(tmp_path, order, why, remedy):
     path = write_plan(tmp_path / "plan.json", order)

@@ -102,7 +102,7 @@ class World:
         self.clock: Any = Noted("clock", self.calls, summary=self.summary)
         self.clock.error = None
         self.memory: Any = Noted("memory", self.calls)
-        self.memory.begin_units = lambda: None
+        self.memory.watch = lambda: None
         self.pipeline: Any = SimpleNamespace(
             leads=True, gather=lambda own: [own], broadcast=lambda own: own
         )
@@ -228,16 +228,14 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     clocks = [1410, 1005, 1200, 1005]
     assert billed(calls) == [
         ("energy.begin_step",),
-        ("memory.units_ended",),
-        ("optimizer",),
         ("energy.add", Phase.WARMUP, 0, TAKEN, RECEIVES),
+        ("optimizer",),
         ("energy.end_step", 0),
     ]
     assert (session.executed, session.iterations.last_record) == (UNITS, TAKEN)
     run(session)  # a framework that calls nothing else
     assert billed(world.taken()) == [
         ("executor.now_s",),
-        ("memory.units_ended",),
         ("energy.catch_up",),
         ("timeline.add", Phase.WARMUP, 0, (10.0, 4.0), UNITS_S, UNITS, clocks),
         ("energy.add", Phase.WARMUP, 1, TAKEN, RECEIVES),
@@ -357,15 +355,15 @@ def test_times_are_read_behind_the_next_iterations_units(world):
         world.calls.append(("optimizer",))
         session.end_step()
         names = [call[0] for call in world.calls]
-        return [name for name in names if name in (*LATE, "optimizer", "memory.units_ended")]
+        return [name for name in names if name in (*LATE, "optimizer")]
 
-    assert step(0) == ["memory.units_ended", "optimizer"]
-    assert step(1) == ["memory.units_ended", *LATE, "optimizer"]
+    assert step(0) == ["optimizer"]
+    assert step(1) == [*LATE, "optimizer"]
     for number, asks in enumerate((session.pause, session.iterations.catch_up), 2):
         world.calls.clear()
         asks()
         assert [call[0] for call in world.calls if call[0] in LATE] == LATE
-        assert step(number) == ["memory.units_ended", "optimizer"]
+        assert step(number) == ["optimizer"]
     assert [record.number for record in world.records] == [0, 1, 2]
     assert [record.followed for record in world.records] == [True, False, True]
 
@@ -438,8 +436,8 @@ def test_a_loss_that_is_found_behind_the_units_ends_the_session(world):
     world.orders = [order(Phase.STEADY, 1410)] * 2
     session = world.session()
     session.begin_step()
-    run(session)
     world.executor._gives["end_iteration"] = fails
+    run(session)
     session.end_step()
     with pytest.raises(ChannelError, match="of a test"):
         run(session)

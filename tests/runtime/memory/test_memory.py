@@ -21,7 +21,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.policies.request import BY_MEMORY
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
@@ -76,7 +76,7 @@ def test_peaks_of_other_orders_are_as_predicted(regime, seed):
     limits = order_limits(job.own)
     extra = limits.fit([rng.randint(0, microbatches) for _ in range(stages)])
     schedule = builders.envpipe(stages, microbatches, extra)
-    actual = np.max([job.iterate(schedule, Watch.PEAK) for _ in range(3)], axis=0)
+    actual = np.max([job.iterate(schedule) for _ in range(3)], axis=0)
     predicted = peaks_bytes(learned, schedule, job.own)
     assert predicted == pytest.approx(actual.tolist(), rel=PREDICTION_ERROR)
     assert [memory.baseline_in_flight for memory in learned] == list(job.own.peak_in_flight)
@@ -90,7 +90,7 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
     sizes = replace(rng.choice(list(REGIMES.values())), holes=rng.choice([0, 500]))
     job = FakeJob(stages, microbatches, lambda rank: sizes, seed=seed)
     job.learn()
-    needed = max(device.peak for device in job.devices) + sizes.holes
+    needed = max(device.most for device in job.devices) + sizes.holes
     capacity = int(needed * rng.uniform(1.02, 1.6))
     for device in job.devices:
         device.capacity = capacity
@@ -105,7 +105,7 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
         assert allowed <= max((1 - SAFETY_MARGIN) * capacity, memory.baseline_peak_bytes)
     limits = order_limits(job.own, list(map(int, most)))
     extra = limits.fit([microbatches] * stages)
-    job.iterate(builders.envpipe(stages, microbatches, extra), Watch.PEAK, 3)
+    job.iterate(builders.envpipe(stages, microbatches, extra), 3)
 
 
 def split_order(rng, stages, microbatches, chunks):
@@ -164,7 +164,7 @@ def test_peaks_of_split_orders_are_what_was_predicted(regime, seed):
         )
     orders = [split_order(rng, stages, microbatches, chunks) for _ in range(4)]
     for order in (job.own, *orders):
-        actual = np.max([job.iterate(order, Watch.PEAK) for _ in range(2)], axis=0).tolist()
+        actual = np.max([job.iterate(order) for _ in range(2)], axis=0).tolist()
         for predicted, peak in zip(peaks_bytes(learned, order, job.own), actual, strict=True):
             assert predicted >= peak - 10 * sizes.message - chunks * sizes.input
             beside = 0 if chunks == 1 else sizes.backward
@@ -185,11 +185,11 @@ def test_until_it_is_measured_the_most_is_taken_to_wait():
 
 
 def test_an_optimizer_that_comes_into_being_late_counts():
-    """Its first steps are skipped, as with loss scaling; the last profiled iteration counts."""
+    """Its first step is skipped, as with loss scaling; the last iteration of a warm-up counts."""
     sizes = Sizes()
     early, late = FakeJob(2, 4, lambda rank: sizes), FakeJob(2, 4, lambda rank: sizes)
     for _, work, _ in late.ranks:
-        work.skipped_steps = 3
+        work.skipped_steps = 1
     assert late.learn()[0].baseline_peak_bytes == early.learn()[0].baseline_peak_bytes
 
 
@@ -215,14 +215,12 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all(lacks, caplog):
     schedule = job.own
 
     def run(stage, work, memory):
-        memory.watch = Watch.PEAK if lacks == "units" else Watch.UNITS
-        run_units(work, schedule.stages[stage], memory)
-        assert memory.peak_bytes() is None
+        run_units(work, schedule.stages[stage], memory, watched=lacks != "units")
         if lacks.startswith("readings") and stage == 1:
             del memory._readings[0]
         memory.learn(schedule, SPECS)
         memory.predict(schedule)
-        memory.compare(memory.peak_bytes())
+        memory.compare()
         return memory.stages
 
     assert job.everywhere(run) == [None] * 3
@@ -232,7 +230,7 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all(lacks, caplog):
 def test_what_was_known_stays_where_parts_tell_nothing(caplog):
     job = FakeJob(2, 4, lambda rank: Sizes())
     learned, in_place = job.learn(), half_split(job.own)
-    job.iterate(in_place, Watch.UNITS)
+    job.iterate(in_place)
     del job.ranks[1][2]._readings[0]
     job.everywhere(lambda stage, work, memory: memory.learn(job.own, SPECS, in_place))
     assert [memory.stages for *_, memory in job.ranks] == [learned] * 2
@@ -244,13 +242,13 @@ def test_the_peak_of_units_stays_theirs_when_the_step_has_followed():
     job.learn()
 
     def run(stage, work, memory):
-        memory.watch = Watch.PEAK
+        memory._source.most = memory._source.allocated
         run_units(work, job.own.stages[stage], memory)
-        peak = memory._source.peak
+        peak = memory._source.most
         work.end_iteration()
         work.step()
-        assert memory._source.peak > peak
-        assert memory.peak_bytes() == peak
+        assert memory._source.most > peak
+        assert memory.peak_bytes == peak
         return True
 
     assert job.everywhere(run) == [True, True]
@@ -264,11 +262,10 @@ def test_the_measured_peak_is_held_against_the_prediction(caplog):
     def run(leak):
         def each(stage, work, memory):
             memory.predict(schedule)
-            memory.watch = Watch.PEAK
             if stage == 1:
                 work.memory.take(leak)
             run_units(work, schedule.stages[stage], memory)
-            memory.compare(memory.peak_bytes())
+            memory.compare()
             work.end_iteration()
             return memory.stages
 
@@ -288,18 +285,18 @@ def test_the_measured_peak_is_held_against_the_prediction(caplog):
 
 
 def test_what_does_not_fit_is_refused_before_it_runs_and_what_ran_goes_on():
-    """Margin and messages count, and no later order may hold as many, or what messages have."""
+    """The margin counts, and no later order may hold as many."""
     gib = 2**30
     sizes = Sizes(2 * gib, gib, message=0, forward=0, backward=0, gradients=gib, optimizer=2 * gib)
     job = FakeJob(2, 6, lambda rank: sizes, capacity=11 * gib)
     learned = job.learn()
 
-    def predict(extra, more_bytes):
+    def predict(extra):
         order = builders.envpipe(2, 6, (extra, 0))
 
         def each(stage, work, memory):
             try:
-                memory.predict(order, more_bytes)
+                memory.predict(order)
             except MemoryFullError as error:
                 return str(error).partition(", or")[0]
 
@@ -312,17 +309,14 @@ def test_what_does_not_fit_is_refused_before_it_runs_and_what_ran_goes_on():
         "its peak, where [{}] GiB may be used (got {}, 1). Let fewer be in flight"
     )
     second = learned[1].room_bytes / gib
-    assert predict(4, 0) == (full.format("11.00", "10.45, 10.45", 6), [3.0, second])
-    assert predict(3, gib) == (full.format("10.00", "9.00, 9.45", 5), [2.0, second - 1])
-    assert predict(2, 0) == (None, [2.0, second - 1])
-    assert predict(1, gib // 4) == (None, [1.75, second - 1.25])
-    assert predict(2, 0)[0] == full.format("9.00", "8.75, 9.20", 4)
+    assert predict(4) == (full.format("11.00", "10.45, 10.45", 6), [3.0, second])
+    assert predict(3) == (None, [3.0, second])
+    assert predict(4)[0] == full.format("11.00", "10.00, 10.45", 6)
     assert job.said[:3] == [
         "memory (GiB): peak [7.00, 6.00], a microbatch in flight [1.00, 1.00], room for more "
         "[3.45, 4.45] beside 5% kept free",
         "memory: in flight 6, 1, predicted peak [11.00, 6.00] GiB",
-        "memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB, [1.00, 1.00] GiB more for "
-        "messages",
+        "memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB",
     ]
 
 
@@ -334,7 +328,7 @@ def test_memory_is_ready_before_an_order_begins():
     ready = [device.reserved for device in job.devices]
     holes = [memory._unusable_bytes for _, _, memory in job.ranks]
     assert max(holes) > 0
-    peaks = job.iterate(schedule, Watch.PEAK)
+    peaks = job.iterate(schedule)
     assert [r - h for r, h in zip(ready, holes, strict=True)] == pytest.approx(peaks, rel=0.01)
 
 
@@ -348,7 +342,7 @@ def test_an_order_that_runs_on_without_its_memory_is_compared_with_nothing():
     def run(stage, work, memory):
         with pytest.raises(MemoryFullError):
             memory.predict(job.own)
-        memory.compare(memory.peak_bytes())
+        memory.compare()
         return {own.measured_peak_bytes for own in memory.stages}
 
     assert job.everywhere(run) == [{None}] * 2
@@ -358,10 +352,8 @@ def test_nothing_is_looked_at_once_the_plan_runs():
     job = FakeJob(2, 6, lambda rank: Sizes())
     job.learn()
     counts = [(device.readings, device.resets) for device in job.devices]
-    job.iterate(job.own, Watch.NOTHING, 5)
+    job.iterate(job.own, 5, watched=False)
     assert counts == [(device.readings, device.resets) for device in job.devices]
-    job.iterate(job.own, Watch.PEAK)
-    assert [readings + 1 for readings, _ in counts] == [device.readings for device in job.devices]
 
 
 def units_of(text):

@@ -26,13 +26,15 @@ from kept_job import (
 )
 from locked_file import locked_file
 
+from envpipe_megatron.formats import job_file
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.formats.job_file import StoredJob, read_job
 from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.job import restarts
 from envpipe_megatron.runtime.job.options import JobOptions, Level
-from envpipe_megatron.runtime.job.restarts import JobFolder, StoredJob, read_job
+from envpipe_megatron.runtime.job.restarts import JobFolder
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 GREEDY = JobOptions(num_microbatches=4, type="envelope", reconfigure="greedy", baseline_steps=3)
@@ -130,7 +132,7 @@ def test_every_rank_gets_what_the_planner_found(whole):
 )
 def test_a_profile_is_kept_where_units_cost_the_same(whole, caplog, steps, shown):
     change = {**KEYS, "steps": steps}
-    job_folder(whole).keep_one_clock(1200)
+    job_folder(whole).keep(one_clock_mhz=1200)
     before = files(whole)
     again = job_folder(whole, change)
     assert again.found.phases_done == ("profile",)
@@ -174,7 +176,7 @@ def test_kept_files_may_fail_in_any_way(whole, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise OverflowError("of a test")
 
-    monkeypatch.setattr(restarts, "profile_of_json", fail)
+    monkeypatch.setattr(job_file, "profile_of_json", fail)
     assert job_folder(whole).found == StoredJob()
     assert (whole / "profile.old1.csv").exists()
 
@@ -193,7 +195,7 @@ def test_a_folder_that_cannot_be_looked_at_ends_no_training(whole, monkeypatch, 
     assert folder.found == StoredJob()
     assert "could not be written, and is tried again. Training goes on" in caplog.text
     assert files(whole) == before
-    folder.keep_one_clock(1200)
+    folder.keep(one_clock_mhz=1200)
     assert stored(whole).phases_done == ("one clock",)
     assert {name.replace(".old1", "") for name in files(whole)} == set(before)
 
@@ -264,11 +266,22 @@ def test_a_baseline_without_energies_is_measured_anew(tmp_path, energy_j):
 
 
 def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
-    folder = job_folder(tmp_path)
     for source in (tmp_path / "plan.json", tmp_path / "mine.json"):
         assert not (tmp_path / "plan.json").exists()
-        folder.write_plan(planned(), given=source)
+        job_folder(tmp_path, plan=source).write_plan(planned())
     assert (tmp_path / "plan.json").exists()
+
+
+def test_a_profile_that_the_user_gave_is_not_written_over(whole):
+    """A closed loop keeps what it has learned since, but not in that file."""
+    before = files(whole)
+    folder = job_folder(whole, profile=whole / "profile.csv")
+    folder.keep_profile(profiled(watts=120.0))
+    after = files(whole)
+    assert [after[name] for name in ("profile.csv", "profile.json")] == [
+        before[name] for name in ("profile.csv", "profile.json")
+    ]
+    assert stored(whole).profile.to_csv() == profiled(watts=120.0).to_csv()
 
 
 def test_what_could_not_be_written_is_kept_once_it_can_be(tmp_path, caplog):
@@ -281,7 +294,7 @@ def test_what_could_not_be_written_is_kept_once_it_can_be(tmp_path, caplog):
     assert stored(tmp_path).phases_done == ("profile",)
     for name in ("profile.csv", "plan.json"):
         (tmp_path / name).rmdir()
-    folder.keep_one_clock(1200)  # all is tried again
+    folder.keep(one_clock_mhz=1200)  # all is tried again
     assert (tmp_path / "profile.csv").read_text() == profiled().to_csv()
     assert (tmp_path / "plan.json").exists()
 
@@ -434,7 +447,7 @@ def test_what_may_be_lowered_leaves_another_jobs_files_until_it_keeps_something(
     assert files(whole) == before
     assert job_folder(whole).found.phases_done == job_folder(whole).found.phases_done != ()
     folder = job_folder(whole, now, level=Level.ORDER)
-    folder.keep_one_clock(1200)
+    folder.keep(one_clock_mhz=1200)
     after = files(whole)
     assert json.loads(after.pop("job.json"))["units"] == now["units"]
     assert {name for name in after if "old1" not in name} == set()

@@ -8,7 +8,7 @@ import pytest
 from kept_job import BASELINE, KEYS, job_folder, kept_job, of_units, profiled
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.job.restarts import JobKeys, StoredJob, read_job
+from envpipe_megatron.formats.job_file import JobKeys, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 
@@ -20,7 +20,6 @@ def path(tmp_path) -> Path:
 
 def test_what_was_kept_is_found_again(path):
     job = read_job(path, of_units(stages=(1, 2)))  # JSON knows no tuples
-    assert job.changed == ""
     assert job.phases_done == ("warm-up", "profile")
     assert (job.profile.to_csv(), job.profile.sidecar) == (profiled().to_csv(), profiled().sidecar)
     assert job.profile.sha256 == profiled().sha256
@@ -106,7 +105,7 @@ def test_the_file_of_another_version_is_refused_by_its_format_and_kept(path, cap
         read_job(path, KEYS)
     folder = job_folder(path.parent)
     assert folder.found == StoredJob()
-    folder.keep_one_clock(1200)
+    folder.keep(one_clock_mhz=1200)
     assert "The job starts over" in caplog.text
     assert "It must be 'envpipe-job/5'. Put aside: " in caplog.text
     assert json.loads(path.with_name("job.old1.json").read_text()) == BEFORE[version]

@@ -17,10 +17,10 @@ from envpipe_megatron.core.plan import PlanError
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.formats.job_file import StoredJob
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.planning import read_files
-from envpipe_megatron.runtime.job.restarts import StoredJob
 from host_executor import make_record
 
 TOP_MHZ = max(CLOCKS)

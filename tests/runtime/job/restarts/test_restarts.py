@@ -17,7 +17,7 @@ from rank_pool import RankPool
 
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.runtime.job.restarts import StoredJob, read_job
+from envpipe_megatron.formats.job_file import StoredJob, read_job
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from run_made import FORWARD_S, iterations, profile
 
-from envpipe_megatron.cli.jobs.report_facts import _times, predict, report_facts
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import half_split
@@ -16,7 +15,8 @@ from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import TimelineLogs
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.report.facts import find_bubbles
+from envpipe_megatron.report.bubbles import _times, find_bubbles, predict
+from envpipe_megatron.report.facts import report_facts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.summary import sections_of
 
@@ -189,7 +189,7 @@ def test_a_level_without_a_plan_is_named_and_others_stay(bubbles, monkeypatch):
             raise EnvPipeError("no such order")
         return make_plan(own, request)
 
-    monkeypatch.setattr("envpipe_megatron.cli.jobs.report_facts.make_plan", refusing)
+    monkeypatch.setattr("envpipe_megatron.report.bubbles.make_plan", refusing)
     predicted = predict(bubbles, None, "NVIDIA A40")
     assert list(saved(predicted)) == ["uniform", "units"]
     assert predicted.lacking == ("order: no such order",)
