@@ -186,13 +186,12 @@ class Filled:
 
     Args:
         orders: by stage all its units.
-        end_s: by stage the end of each unit, all as early as they can.
-        stage_end_s: [num_stages] when each has ended its tail; inf if stages wait in circles.
+        stage_end_s: [num_stages] when each has ended its tail, its units all as early as they can;
+            inf if stages wait in circles.
         peak_held: [num_stages] the most that each holds.
     """
 
     orders: Turns
-    end_s: list[list[float]]
     stage_end_s: list[float]
     peak_held: list[float]
 
@@ -244,7 +243,6 @@ class _Walk:
         self._lacking = len(turns[0]) < len(job.kinds) * job.num_per_kind
         self._pending: list[deque[tuple[int, int, int]]] = [deque() for _ in turns]
         self._orders: Turns = [[] for _ in turns]
-        self._end_s: list[list[float]] = [[] for _ in turns]
 
     def advance(self, stage: int) -> list[int]:
         """Run a stage's turns until an input is not known; the stages that got one meanwhile."""
@@ -299,7 +297,6 @@ class _Walk:
         if held > self._peak[stage]:
             self._peak[stage] = held
         self._orders[stage].append(turn)
-        self._end_s[stage].append(end_s)
         return end_s
 
     def finish(self) -> Filled:
@@ -313,4 +310,4 @@ class _Walk:
                 self._now_s, self._job.stage_tail_s, self._at, self._turns, strict=True
             )
         ]
-        return Filled(self._orders, self._end_s, stage_end_s, self._peak)
+        return Filled(self._orders, stage_end_s, self._peak)
