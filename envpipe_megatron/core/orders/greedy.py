@@ -15,7 +15,6 @@ from itertools import accumulate, islice
 from envpipe_megatron.core.kinds import SPLIT, unit
 from envpipe_megatron.core.orders.job import (
     HELD_TOLERANCE,
-    TIME_TOLERANCE,
     Filled,
     OrderJob,
     Turns,
@@ -28,7 +27,7 @@ from envpipe_megatron.core.orders.turns import (
     take_turns,
 )
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
 
 #: What turns are taken with, and by which rule; the first is the best where only one is tried.
 #: With level units or free messages turns stay regular where an input comes a little late.
@@ -70,7 +69,7 @@ def shortest(job: OrderJob, name: str = "greedy", looks: int | None = None) -> S
     if looks is None:
         units = len(job.kinds) * job.num_per_kind * job.shape[0]
         looks = max(_FEWEST_LOOKS, _LOOK_BUDGET // units)
-    least_s = job.floor_s * (1 + TIME_TOLERANCE)
+    least_s = job.floor_s * (1 + RELATIVE_TOLERANCE)
     orders = islice(_orders(job, least_s), looks)
     best = next(orders)
     for filled in orders:

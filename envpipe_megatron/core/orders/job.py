@@ -17,6 +17,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, ScheduleError
 from envpipe_megatron.core.schedule import Placement
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 
 #: Kinds as numbers: whole backwards and input gradients are both `GRADIENT`.
 FORWARD, GRADIENT, WEIGHTS = range(3)
@@ -176,10 +177,6 @@ class OrderJob:
         return replace(self, duration_s=level_s, latency_s=0.0, tail_s=0.0)
 
 
-#: Times closer than this fraction of themselves are equal.
-TIME_TOLERANCE = 1e-9
-
-
 @dataclass(frozen=True)
 class Filled:
     """Whole orders of a job.
@@ -272,7 +269,7 @@ class _Walk:
 
     def _wait(self, stage: int, until_s: float, room: float) -> None:
         """Run weight gradients before a unit that can start at `until_s`, and needs room."""
-        job, pending, tolerance_s = self._job, self._pending[stage], TIME_TOLERANCE * until_s
+        job, pending, tolerance_s = self._job, self._pending[stage], RELATIVE_TOLERANCE * until_s
         while pending:
             _, part, microbatch = pending[0]
             duration_s = job.durations_s[WEIGHTS][part][microbatch]
