@@ -21,7 +21,6 @@ from typing import Any
 import click
 
 from benchmarks.outputs import leave, make_console, make_table, output_option
-from envpipe_megatron.cli.jobs.explain import read_flags, read_recipe
 from envpipe_megatron.integrations.levels import (
     ArgumentLimit,
     Decision,
@@ -30,6 +29,7 @@ from envpipe_megatron.integrations.levels import (
     limits_of_arguments,
     on,
 )
+from envpipe_megatron.integrations.megatron.arguments import read_flags, read_recipe
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, keeps_whole
 
 RECIPES = Path("../shared/data/recipes/megatron_bridge.json")

@@ -148,29 +148,3 @@ def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:
             value=found,
             remedy="Give another folder with --output.",
         )
-
-
-def clear_own_folder(folder: Path, names: Sequence[str], who: str) -> None:
-    """Make a folder, or remove from it what an earlier run of the same command left there.
-
-    Args:
-        folder: is made if it is not there.
-        names: files and folders that the command leaves; the first marks the folder as its own.
-        who: the command, in words.
-
-    Raises EnvPipeError if the folder holds anything else, or lacks the mark.
-    """
-    found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    foreign = [name for name in found if name not in names]
-    if foreign or (found and names[0] not in found):
-        raise EnvPipeError(
-            f"The output folder {folder} holds what no {who} left there",
-            value=(foreign or found)[0],
-            remedy="Give an empty or new folder with --output.",
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in map(folder.joinpath, found):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

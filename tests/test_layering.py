@@ -34,7 +34,7 @@ for path in sorted(root.rglob("*.py")):
         name = ".".join(("envpipe_megatron", *parts))
         importlib.import_module(name)
         print(name)
-importlib.import_module("envpipe_megatron.trials.proof")  # and with it all but the ranks' part
+importlib.import_module("envpipe_megatron.trials.run")  # and with it all but the ranks' part
 heavy = {"torch", "megatron", "deepspeed", "transformers"} & set(sys.modules)
 if sys.modules["pynvml"].nvmlLib is not None:
     heavy.add("libnvidia-ml.so.1")

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-import numpy as np
 from PIL import Image
 
 from benchmarks.online.budgets import Job, offline
@@ -24,7 +23,7 @@ from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.report.charts import BLUE, GREY, INK, ORANGE, VERMILION, Chart, Marks
 from envpipe_megatron.report.stills import save
-from envpipe_megatron.report.units import plan_chart
+from envpipe_megatron.report.units import plan_charts
 from envpipe_megatron.report.views import configurations_chart
 
 _PALETTE = 256
@@ -47,17 +46,13 @@ def levels() -> list[Chart]:
         "units: a clock for each unit": plans["1F1B", same_time],
         "order: order and clocks, split backwards": plans["joint, split backwards", same_time],
     }
-    last_s = max(plan.cost.iteration_time_s for plan in shown.values())
-    clocks_mhz = np.concatenate([plan.frequency_mhz.ravel() for plan in shown.values()])
-    scale_mhz = float(clocks_mhz.min()), float(clocks_mhz.max())
     charts = []
-    for name, plan in shown.items():
+    for (name, plan), chart in zip(shown.items(), plan_charts(shown.values()), strict=True):
         cost = plan.cost
         title = (
             f"{name}   ·   {cost.iteration_time_s:.3f} s, {cost.energy_j:,.0f} J, "
             f"{cost.saving_percent(own.cost):z.1f} % saved"
         )
-        chart = plan_chart(plan, x_max_s=last_s, scale_mhz=scale_mhz)
         charts.append(replace(chart, title=title, x_label=""))
     return [*charts[:-1], replace(charts[-1], x_label="time (ms)")]
 

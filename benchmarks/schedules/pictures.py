@@ -34,7 +34,7 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.stills import save
-from envpipe_megatron.report.units import plan_chart
+from envpipe_megatron.report.units import plan_charts
 
 GPU = "a100-sxm"
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
@@ -157,11 +157,12 @@ def draw(cases: Iterable[Case], folder: Path) -> None:
     """Write a PNG for each case that has one, all on the same axes and colours."""
     drawn = {case.picture: case for case in cases if case.picture}
     axis_s = _AXIS_MARGIN * drawn["1f1b"].plan.cost.iteration_time_s
-    clocks_mhz = {int(mhz) for case in drawn.values() for mhz in case.plan.frequency_mhz.flat}
-    scale_mhz = min(clocks_mhz), max(clocks_mhz)
-    for name, case in drawn.items():
+    charts = plan_charts([case.plan for case in drawn.values()], axis_s)
+    for (name, case), chart in zip(drawn.items(), charts, strict=True):
         path = folder / f"{name}.png"
-        chart = plan_chart(case.plan, note=_note(case, axis_s), x_max_s=axis_s, scale_mhz=scale_mhz)
+        caption, *more = chart.title.splitlines()
+        lines = filter(None, (caption, _note(case, axis_s), *more))
+        chart = replace(chart, title="\n".join(lines))
         save([chart], f"Order: {case.order}. Clocks: {case.clocks}.", path)
         # A palette: half the bytes, and a page of six pictures loads at once.
         with Image.open(path) as picture:

@@ -158,7 +158,7 @@ class EnergyReader:
         until_s = time.monotonic() + timeout_s
         with suppress(OSError):  # what it said before it ended is there to take
             send(self._connection, {"op": "look"})
-        self._asked += 1
+            self._asked += 1
         while True:
             yield from self.take()
             left_s = until_s - time.monotonic()

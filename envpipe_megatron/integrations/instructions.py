@@ -8,7 +8,6 @@ belong.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +26,7 @@ from envpipe_megatron.integrations.framework_units import (
     SeenUnit,
     UnitRecorder,
 )
-from envpipe_megatron.integrations.job import FrameworkJob, say_line
+from envpipe_megatron.integrations.job import FrameworkJob, same_by_facts, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import OF_LEVELS, read_settings, read_values
@@ -85,19 +84,9 @@ class InstrumentedPipeline:
     ) -> None:
         if num_microbatches < 1:
             raise EnvPipeError("A step has at least one microbatch", value=num_microbatches)
-        if not (facts is None or isinstance(facts, Mapping)):
-            raise EnvPipeError(
-                "The facts of a job are values by name",
-                value=facts,
-                remedy='Give a mapping, such as {"model": "GPT, 24 layers"}.',
-            )
+        same_job = same_by_facts(facts)
         self._framework = FrameworkJob(
-            pipeline_group,
-            num_microbatches,
-            runs_units=True,
-            bill=facts or {},
-            # Without facts, a job cannot be recognised as a restart.
-            same_job={"start": time.time_ns()} if facts is None else facts,
+            pipeline_group, num_microbatches, runs_units=True, bill=facts or {}, same_job=same_job
         )
         num_stages, on_gpu = self._framework.num_stages, torch.cuda.is_available()
         read_values(settings, _WITHOUT)

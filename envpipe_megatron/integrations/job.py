@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -264,6 +265,22 @@ def say_line(text: str) -> None:
             sys.stdout.flush()
             os.dup2(kept, sys.stdout.fileno())
             os.close(kept)
+
+
+def same_by_facts(facts: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what decides the time and energy of units by what a user says of the job.
+
+    Without facts, no job can be recognised as a restart. EnvPipeError: no values by name.
+    """
+    if facts is None:
+        return {"start": time.time_ns()}
+    if not isinstance(facts, Mapping):
+        raise EnvPipeError(
+            "The facts of a job are values by name",
+            value=facts,
+            remedy='Give a mapping, such as {"model": "GPT, 24 layers"}.',
+        )
+    return facts
 
 
 def check_same_everywhere(facts: Mapping[str, object]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 INK, MUTED, GRID = "#1a1a1a", "#5f6368", "#e6e6e6"
 #: Okabe and Ito's, less black, which no colour vision confuses; https://jfly.uni-koeln.de/color/
@@ -69,12 +72,12 @@ class Marks:
         columns: by name, a value for each mark: for a line `x` and `y` (arrays of points), for a
             dot `x` and `y`, for a box `row`, `begin` and `end`, for a span `begin` and `end`.
             Where there is a `group`, only the marks of a chosen one are shown. Boxes may have a
-            `height` and a `label`, and in stills a colour by `mhz`. Others are for tips.
+            `height` and a `label`. Others are for tips and colours.
         tips: words, and what the page says beside them under the pointer, as Bokeh has it.
         marker: of dots, as Bokeh names it.
         size: of dots, in points.
         look: lines are `dashed` or `dotted` (in stills), and boxes `hatched` or `outlined`.
-        colourings: of boxes on the page, which has a control for them; it begins with the first.
+        colourings: of boxes: stills have the first, and the page has a control for them.
         tip_codes: JavaScript that returns the text of a `value`, by the columns of tips.
     """
 
@@ -107,7 +110,6 @@ class Chart:
         x_bounds: how far one can move along it; by default, no further.
         from_zero: whether the y axis begins at 0.
         choice: which group is shown, if all marks have one.
-        scale_mhz: ends of the scale of colours by clock, in stills.
     """
 
     name: str
@@ -120,7 +122,6 @@ class Chart:
     x_bounds: tuple[float, float] | None = None
     from_zero: bool = False
     choice: Choice | None = None
-    scale_mhz: tuple[float, float] | None = None
 
     @property
     def legends(self) -> dict[str, dict[str, tuple[Marks, int]]]:
@@ -130,11 +131,10 @@ class Chart:
         """
         found: dict[str, dict[str, tuple[Marks, int]]] = {}
         for marks in self.marks:
-            if not marks.name and "name" not in marks.columns:
-                continue
-            table = marks.table
-            groups = table.get("group", [""] * len(table["name"]))
-            for place, (group, name) in enumerate(zip(groups, table["name"], strict=True)):
+            groups, own = marks.columns.get("group", repeat("")), marks.columns.get("name")
+            if own is None:  # one name is that of all in each group
+                groups, own = np.unique(marks.columns.get("group", "")), repeat(marks.name)
+            for place, (group, name) in enumerate(zip(groups, own, strict=False)):
                 names = found.setdefault(str(group), {})
                 if name:
                     names.setdefault(name, (marks, place))

@@ -19,7 +19,16 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from envpipe_megatron.files import written_beside
-from envpipe_megatron.report.charts import GRID, INK, MUTED, SERIES, Chart, Marks, is_bright
+from envpipe_megatron.report.charts import (
+    GRID,
+    INK,
+    MUTED,
+    SERIES,
+    Chart,
+    Colouring,
+    Marks,
+    is_bright,
+)
 
 DPI = 150
 #: In every PNG of ours.
@@ -56,9 +65,8 @@ def draw(charts: Sequence[Chart], title: str) -> Figure:
     panels = figure.subplots(len(charts), squeeze=False, height_ratios=heights)[:, 0]
     for axes, chart in zip(panels, charts, strict=True):
         _dress(axes, chart)
-        clocks = None if chart.scale_mhz is None else _clock_scale(figure, axes, *chart.scale_mhz)
         for marks in chart.marks:
-            _draw_marks(axes, marks, clocks)
+            _draw_marks(axes, marks)
         if chart.from_zero:
             axes.set_ylim(0, 1.03 * axes.get_ylim()[1])
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12, color=INK)
@@ -92,22 +100,21 @@ def _dress(axes: Axes, chart: Chart) -> None:
         axes.set_ylim(len(chart.rows) - 0.5, -0.5)
 
 
-def _clock_scale(figure: Figure, axes: Axes, low_mhz: float, high_mhz: float) -> ScalarMappable:
-    """Return the colours of clocks; draw a bar beside the axes that explains them."""
+def _add_bar(axes: Axes, way: Colouring) -> ScalarMappable:
+    """Return the colours of a column; draw a bar beside the axes that explains them."""
     # Viridis less its darkest end, where outlines would drown.
     viridis = colormaps["viridis"](np.linspace(0.16, 1))
     colours = LinearSegmentedColormap.from_list("clock", viridis)
-    if low_mhz == high_mhz:  # a scale needs some length
-        low_mhz -= 1
-    scale = ScalarMappable(Normalize(low_mhz, high_mhz), colours)
-    bar = figure.colorbar(scale, ax=axes, pad=0.012, aspect=18, fraction=0.05)
-    bar.set_label("SM clock (MHz)", color=MUTED, fontsize=9)
+    low, high = way.ends
+    scale = ScalarMappable(Normalize(low if low < high else low - 1, high), colours)
+    bar = cast(Figure, axes.figure).colorbar(scale, ax=axes, pad=0.012, aspect=18, fraction=0.05)
+    bar.set_label(way.title, color=MUTED, fontsize=9)
     bar.outline.set_visible(False)
     bar.ax.tick_params(colors=MUTED, labelsize=8)
     return scale
 
 
-def _draw_marks(axes: Axes, marks: Marks, clocks: ScalarMappable | None) -> None:
+def _draw_marks(axes: Axes, marks: Marks) -> None:
     table = marks.table
     each = zip(table["name"], table["colour"], strict=True)
     if marks.shape == "line":
@@ -121,20 +128,20 @@ def _draw_marks(axes: Axes, marks: Marks, clocks: ScalarMappable | None) -> None
             linewidths=0, zorder=4,
         )  # fmt: skip
     elif marks.shape == "box":
-        _draw_boxes(axes, marks, clocks)
+        _draw_boxes(axes, marks)
     else:
         for (name, colour), begin, end in zip(each, table["begin"], table["end"], strict=True):
             axes.axvspan(begin, end, color=colour, label=name, alpha=0.22, linewidth=0)
 
 
-def _draw_boxes(axes: Axes, marks: Marks, clocks: ScalarMappable | None) -> None:
+def _draw_boxes(axes: Axes, marks: Marks) -> None:
     table = marks.table
     row, begin, end = (np.array(table[name]) for name in ("row", "begin", "end"))
     half = np.array(table.get("height") or [0.82] * len(row)) / 2
     corners = (begin, row - half), (end, row - half), (end, row + half), (begin, row + half)
     colours = to_rgba_array(table["colour"])
-    if clocks is not None and "mhz" in table:
-        colours = clocks.to_rgba(np.array(table["mhz"]))
+    for way in marks.colourings[:1]:
+        colours = _add_bar(axes, way).to_rgba(np.array(table[way.column]))
     low, high = axes.get_xlim()
     points_each = 72 * cast(Figure, axes.figure).get_figwidth() * _AXES_WIDTH / (high - low)
     narrow = points_each * float(np.median(end - begin))

@@ -18,7 +18,7 @@ from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import RankIteration, parse_order
-from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks
+from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Colouring, Marks
 from envpipe_megatron.report.pipelines import (
     IterationKey,
     PlacedGpu,
@@ -44,6 +44,8 @@ _COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(("iteration", "row", "kind", "mhz", "critical", "envelope"), np.int32),
     **dict.fromkeys(("begin", "end", "height", "slack_ms", "joules", "watts"), np.float32),
 }
+#: What a chart shows: a title, its rows' names, and units of one iteration, as a `UnitTable`'s.
+_Drawn = tuple[str, Sequence[str], Mapping[str, NDArray[Any]]]
 #: Shares of an iteration that nobody would see.
 _LEAST = 1e-6
 
@@ -62,7 +64,6 @@ class UnitTable:
             controlled; `joules` and `watts` are NaN where no profile prices the unit, `slack_ms`
             where its order is no whole pipeline's; `critical` is 1 for units on the path that sets
             the iteration's time, `envelope` for those of the outer envelope.
-        waits: of GPUs in these iterations: columns `iteration`, `row`, `begin` and `end`.
     """
 
     gpus: tuple[PlacedGpu, ...]
@@ -70,7 +71,6 @@ class UnitTable:
     shown: tuple[int, int]
     recorded: int
     columns: Mapping[str, NDArray[Any]]
-    waits: Mapping[str, NDArray[Any]]
 
 
 def unit_table(
@@ -94,18 +94,12 @@ def unit_table(
         for number, key in enumerate(kept)
         for part in _parts(number, iterations[key], gpus, num_stages, profile)
     ]
-    columns = {
+    columns: dict[str, NDArray[Any]] = {
         name: np.concatenate([part[name] for part in parts], dtype=kind, casting="unsafe")
         for name, kind in _COLUMNS.items()
     }
-    return UnitTable(
-        gpus,
-        tuple(kept),
-        (kept.index(before), kept.index(after)),
-        len(iterations),
-        columns,
-        _waits(columns),
-    )
+    shown = kept.index(before), kept.index(after)
+    return UnitTable(gpus, tuple(kept), shown, len(iterations), columns)
 
 
 def _parts(
@@ -162,7 +156,7 @@ def _described(order: str) -> dict[str, NDArray[Any]]:
     return {"kind": kind, "label": np.array(labels, object), "height": heights}
 
 
-def _waits(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def waits_of(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return columns `iteration`, `row`, `begin` and `end` of what lies between units of a row.
 
     Rows begin at 0, and end with the last unit of their iteration. Units of a row lie together, in
@@ -208,21 +202,17 @@ def _joules(
     return joules
 
 
-def plan_chart(
-    plan: Plan,
-    *,
-    x_max_s: float,
-    scale_mhz: tuple[float, float],
-    note: str = "",
-) -> Chart:
-    """Draw one iteration of a plan; the path that sets its time is dotted.
+def plan_charts(plans: Iterable[Plan], x_max_s: float | None = None) -> list[Chart]:
+    """Draw one iteration of each plan, on equal axes and colours; its critical path is dotted.
 
-    Args:
-        plan: what ran or would run.
-        x_max_s: end of the time axis, so that pictures share it; what is beyond is cut.
-        scale_mhz: ends of the scale of colours, likewise.
-        note: a further line above.
+    `x_max_s` is the end of the time axis, the longest plan's by default; what is beyond is cut.
     """
+    x_max_s = x_max_s or max(plan.cost.iteration_time_s for plan in plans)
+    return _charts([_drawn(plan) for plan in plans], 1e3 * x_max_s)
+
+
+def _drawn(plan: Plan) -> _Drawn:
+    """Return what a chart of a plan shows."""
     schedule, timeline = plan.schedule, plan.timeline
     gpus = plan.conditions.gpus_by_stage.sum()
     of_gpus = f"{gpus} GPUs" if plan.conditions.gpus_per_stage else "one GPU a stage"
@@ -245,57 +235,55 @@ def plan_chart(
         "envelope": schedule.outer_envelope,
     }
     units = {name: values.ravel() for name, values in columns.items()}
-    rows = [str(stage) for stage in range(schedule.num_stages)]
-    title = "\n".join(filter(None, (caption, note)))
-    return _chart(units, rows, 1e3 * x_max_s, scale_mhz, title)
+    return caption, [str(stage) for stage in range(schedule.num_stages)], units
 
 
 def measured_charts(table: UnitTable) -> list[Chart]:
     """Draw the first iterations to look at, of the first pipeline, on equal axes and colours."""
-    pipeline = [row for row, gpu in enumerate(table.gpus) if gpu.pipeline == 0]
-    drawn = []
+    rows = [str(gpu.stage) for gpu in table.gpus if gpu.pipeline == 0]
+    drawn: list[_Drawn] = []
     for shown in dict.fromkeys(table.shown):
         own = table.columns["iteration"] == shown
-        own &= table.columns["row"] < len(pipeline)
+        own &= table.columns["row"] < len(rows)
         if own.any():  # else it was recorded by other pipelines only
             units = {name: values[own] for name, values in table.columns.items()}
             first_ms = units["begin"].min()  # another pipeline may have begun before
-            drawn.append((shown, units | {end: units[end] - first_ms for end in ("begin", "end")}))
-    if not drawn:
-        return []
-    last_ms = max(float(units["end"].max()) for _, units in drawn)
-    clocks_mhz = np.concatenate([units["mhz"][units["mhz"] > 0] for _, units in drawn])
-    scale_mhz = (float(clocks_mhz.min()), float(clocks_mhz.max())) if len(clocks_mhz) else None
-    charts = []
-    for shown, units in drawn:
-        phase, number = table.iterations[shown]
-        title = (
-            f"{phase}, iteration {number}: measured "
-            f"{units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
+            units |= {name: units[name] - first_ms for name in ("begin", "end")}
+            phase, number = table.iterations[shown]
+            title = (
+                f"{phase}, iteration {number}: measured "
+                f"{units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
+            )
+            drawn.append((title, rows, units))
+    return _charts(drawn, max((float(units["end"].max()) for *_, units in drawn), default=0.0))
+
+
+def _charts(drawn: Sequence[_Drawn], x_max_ms: float) -> list[Chart]:
+    """Draw units coloured by their clocks, on equal axes and colours."""
+    clocks_mhz = [mhz for *_, units in drawn for mhz in units["mhz"][units["mhz"] > 0].tolist()]
+    colourings = []
+    if clocks_mhz:
+        ends = float(min(clocks_mhz)), float(max(clocks_mhz))
+        colourings = [Colouring("SM clock (MHz)", "mhz", ends)]
+    said = "low boxes are forwards, tall ones backwards"
+    return [
+        Chart(
+            "timeline", "time (ms)", "stage", _marks(units, colourings), f"{title}\n{said}", rows,
+            x_range=(0.0, x_max_ms),
         )
-        rows = [str(table.gpus[row].stage) for row in pipeline]
-        charts.append(_chart(units, rows, last_ms, scale_mhz, title))
-    return charts
+        for title, rows, units in drawn
+    ]  # fmt: skip
 
 
-def _chart(
-    units: Mapping[str, NDArray[Any]],
-    rows: Sequence[str],
-    x_max_ms: float,
-    scale_mhz: tuple[float, float] | None,
-    title: str,
-) -> Chart:
-    """Draw units coloured by their clocks, waits between them, envelope and critical path.
-
-    `units` has columns of a `UnitTable`, of one iteration.
-    """
+def _marks(units: Mapping[str, NDArray[Any]], colourings: Sequence[Colouring]) -> list[Marks]:
+    """Mark units, waits between them, envelope and critical path."""
     there = units["end"] - units["begin"] > _LEAST * units["end"].max()
 
     def boxes(mask: NDArray[np.bool_]) -> dict[str, list[Any]]:
-        shown = ("row", "begin", "end", "height", "label", *(("mhz",) if scale_mhz else ()))
+        shown = ("row", "begin", "end", "height", "label", "mhz")
         return {name: units[name][mask].tolist() for name in shown}
 
-    waits = {name: values.tolist() for name, values in _waits(units).items()}
+    waits = {name: values.tolist() for name, values in waits_of(units).items()}
     critical = np.flatnonzero(there & (units["critical"] == 1))
     path = critical[np.argsort(units["begin"][critical], kind="stable")]
     # Below the label in each row, so that both stay readable.
@@ -306,12 +294,8 @@ def _chart(
     envelope = boxes(there & (units["envelope"] == 1))
     marks = [
         Marks("box", "GPU waits", GREY, waits, look="hatched"),
-        Marks("box", "", SKY, boxes(there)),
+        Marks("box", "", SKY, boxes(there), colourings=colourings),
         Marks("box", "outer envelope", INK, envelope, look="outlined"),
         *([Marks("line", "critical path", PATH, line, look="dotted")] if len(path) else []),
     ]
-    said = "low boxes are forwards, tall ones backwards"
-    return Chart(
-        "timeline", "time (ms)", "stage", [mark for mark in marks if any(mark.columns.values())],
-        f"{title}\n{said}", rows, x_range=(0.0, x_max_ms), scale_mhz=scale_mhz,
-    )  # fmt: skip
+    return [mark for mark in marks if any(mark.columns.values())]

@@ -9,7 +9,7 @@ that a stage needs within a time is as much its own (`ShapeCuts.energy_weights`)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.search.configuration import Job, Recomputed
-from envpipe_megatron.search.layer_profile import Pieces, Sizes, running
+from envpipe_megatron.search.layer_profile import Pieces, Sizes
 from envpipe_megatron.search.runs import (
     BETTER,
     PieceRuns,
@@ -82,7 +82,7 @@ class ShapeCuts:
         stages = [self._stage(*each) for each in enumerate(self.runs)]
         self.time_s = [time_s for time_s, _ in stages]
         self._until = [until for _, until in stages]
-        self.forced_s = self._forced_s(pieces.time_s)
+        self.forced_s = self._forced_s()
 
     def _stage(self, stage: int, runs: PieceRuns) -> tuple[FloatArray, dict[str | None, IntArray]]:
         """Return a stage's `time_s`, and for each way until which piece runs recompute by it."""
@@ -103,16 +103,16 @@ class ShapeCuts:
             for name, (until, way_s) in ways.items()
         }
 
-    def _forced_s(self, passed_s: FloatArray) -> list[FloatArray]:
+    def _forced_s(self) -> list[FloatArray]:
         """Return for each stage [rows, width] the iteration time (s) of 1F1B that a run forces.
 
-        `passed_s` [n + 1] is the time of a microbatch through all pieces up to each. Either all its
-        microbatches between the way of the first forward there and of the last backward back;
-        or one of these ways goes on to the last stage, past what 1F1B puts ahead of the stage's
-        first backward, or behind its last forward; or both do, with what is between these two
-        units.
+        Either all its microbatches between the way of the first forward there and of the last
+        backward back; or one of these ways goes on to the last stage, past what 1F1B puts ahead of
+        the stage's first backward, or behind its last forward; or both do, with what is between
+        these two units.
         """
-        all_s, microbatches, forced = passed_s[-1], self.shape.num_microbatches, []
+        passed_s, microbatches, forced = self.pieces.time_s, self.shape.num_microbatches, []
+        all_s = passed_s[-1]
         for number, (runs, time_s) in enumerate(zip(self.runs, self.time_s, strict=True)):
             can_be = np.isfinite(time_s)
             steady = microbatches - min(microbatches, self.shape.num_stages - number)
@@ -147,22 +147,9 @@ class ShapeCuts:
 
         Of equal ones that with the evenest stages.
         """
-        if not self.runs:
-            return math.inf, ()
-        bound_s, path = self.evenest(self.forced_s)
-        if not math.isfinite(bound_s):
-            return math.inf, ()
-        # Once more with what the ways through other stages take where these recompute as well: that
-        # is no bound, but nearer to the truth.
-        of_path = zip(self.runs, self.time_s, pairwise(path.tolist()), strict=True)
-        taken = [time_s[runs.place(*run)] for runs, time_s, run in of_path]
-        nodes, until_s = self.runs[0].nodes, self.pieces.time_s
-        if sum(taken) > until_s[-1] / BETTER:
-            passed_s = np.interp(np.arange(len(until_s)), nodes[path], running(taken))
-            _, path = self.evenest(self._forced_s(passed_s))
-        return bound_s, tuple(path.tolist())
+        return self.evenest(self.forced_s) if self.runs else (math.inf, ())
 
-    def evenest(self, forced: Sequence[FloatArray]) -> tuple[float, IntArray]:
+    def evenest(self, forced: Sequence[FloatArray]) -> tuple[float, tuple[int, ...]]:
         """Return the least time (s) that any cut forces, and the evenest of the cuts that do."""
         least_s, path = least_path(self.runs, forced, largest=True)
         if math.isfinite(least_s):
@@ -171,7 +158,7 @@ class ShapeCuts:
                 for force, time_s in zip(forced, self.time_s, strict=True)
             ]
             _, path = least_path(self.runs, even, largest=False)
-        return least_s, path
+        return least_s, tuple(path.tolist())
 
     def energy_weights(
         self, within_s: float, longest_s: float, blocking_power_w: float
@@ -181,26 +168,21 @@ class ShapeCuts:
         Infinite where a run forces more than `within_s`. A stage can spread its microbatches over
         the iteration less the way of the first forward there and of the last backward back.
         """
-        places = [np.nonzero(force <= within_s) for force in self.forced_s]
-
-        def gather(by_stage: Iterable[IntArray]) -> IntArray:
-            """Return [num_runs] of all stages."""
-            return np.concatenate([of[at] for of, at in zip(by_stage, places, strict=True)])
-
-        first = gather(np.broadcast_to(runs.first, runs.end.shape) for runs in self.runs)
-        end, by_clock = gather(runs.end for runs in self.runs), self.pieces.by_clock
-        forward = [sums[end] - sums[first] for sums in by_clock[Kind.FORWARD]]
-        backward = [sums[end] - sums[first] for sums in by_clock[Kind.BACKWARD]]
-        for name in self._until[0]:
-            until = gather(by_way[name] for by_way in self._until)
-            again = (sums[until] - sums[first] for sums in by_clock[name])
-            backward = [each + more for each, more in zip(backward, again, strict=True)]
-        window_s = (longest_s - self.pieces.time_s[first]) / self.shape.num_microbatches
-        energy_j = least_energy_j([forward, backward], window_s, blocking_power_w)
-        ends = np.cumsum([len(rows) for rows, _ in places])
-        weights = [np.full(force.shape, np.inf) for force in self.forced_s]
-        for weight, at, own_j in zip(weights, places, np.split(energy_j, ends[:-1]), strict=True):
-            weight[at] = own_j
+        by_clock, weights = self.pieces.by_clock, []
+        for runs, force, by_way in zip(self.runs, self.forced_s, self._until, strict=True):
+            at = np.nonzero(force <= within_s)
+            first, end = runs.nodes[runs.rows][at[0]], runs.end[at]
+            forward, backward = (
+                [sums[end] - sums[first] for sums in by_clock[kind]]
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+            )
+            for name, until in by_way.items():
+                again = (sums[until[at]] - sums[first] for sums in by_clock[name])
+                backward = [each + more for each, more in zip(backward, again, strict=True)]
+            window_s = (longest_s - self.pieces.time_s[first]) / self.shape.num_microbatches
+            weight = np.full(force.shape, np.inf)
+            weight[at] = least_energy_j([forward, backward], window_s, blocking_power_w)
+            weights.append(weight)
         return weights
 
 

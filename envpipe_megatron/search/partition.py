@@ -146,7 +146,7 @@ def least_bottleneck(space: SplitSpace) -> Candidate:
         np.where(time_s <= least_s * _SLACK, force, np.inf)
         for time_s, force in zip(cuts.time_s, cuts.forced_s, strict=True)
     ]
-    return space.candidate(tuple(cuts.evenest(within)[1].tolist()))
+    return space.candidate(cuts.evenest(within)[1])
 
 
 def least_energy(space: SplitSpace, blocking_power_w: float, time_tolerance: float) -> list[Ranked]:

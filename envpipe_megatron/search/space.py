@@ -2,9 +2,9 @@
 
 Everything that Megatron runs is a shape (sizes, stages, virtual stages, recomputation) and a cut.
 For each shape the best cut is found: exactly without virtual stages, by `cuts`. With virtual
-stages, of whose slots stage s has every p-th from s on, the evenest slots come from the same graph;
-then single pieces move between slots as long as that shortens the estimate, which need not end at
-the best cut. Shapes come with a bound, so that those that cannot be among the best are passed over.
+stages, of whose slots stage s has every p-th from s on, even slots come from the same graph; then
+single pieces move between slots as long as that shortens an estimate, which need not end at the
+best cut. Shapes come with a bound, so that those that cannot be among the best are passed over.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class MegatronSpace:
             best = [layouts[at][stage].recomputed for stage, at in enumerate(least)]
             cuts = [self.candidate(shape, slots, best)]
         fitting = [
-            replace(cut, bound_s=float(_forced_s(shape, _times_s(cut)).max()))
+            replace(cut, bound_s=_forced_s(cut))
             for cut in cuts
             if (cut.peak_bytes <= self.job.limit_bytes).all()
         ]
@@ -284,30 +284,32 @@ def shape_of(configuration: Configuration) -> Shape:
 def _even_slots(pieces: Pieces, shape: Shape) -> IntArray:
     """Return [slots + 1] the first piece of each slot, and their number.
 
-    The evenest slots, and then the best moves of a piece out of the stage that forces the most.
+    A microbatch of each stage takes as long as the longest stage at least, and where stages run the
+    same chunk at the same time, as long as the longest slots of all chunks. From even slots on
+    single pieces move as long as the sum of both falls.
     """
-    slots = shape.num_stages * shape.num_chunks
+    chunks, stages = shape.num_chunks, shape.num_stages
+    slots = chunks * stages
     # Slots that are filled one after another exceed their share by less than a piece.
     longest_s = pieces.time_s[-1] / slots + np.diff(pieces.time_s).max()
     runs = runs_within(pieces, np.arange(pieces.num_pieces + 1), slots, longest_s / BETTER)
-    weights = [np.where(each.inside, each.time_s, np.inf) for each in runs]
-    _, cut = least_path(runs, weights, largest=True)
+    weights = [np.where(each.inside, each.time_s**2, np.inf) for each in runs]
+    _, cut = least_path(runs, weights, largest=False)
     behind = (np.arange(slots + 1) > np.arange(slots)[:, None]).astype(int)
+
+    def estimate_s(slot_s: FloatArray) -> FloatArray:
+        both_s: FloatArray = slot_s.sum(axis=-2).max(axis=-1) + slot_s.max(axis=-1).sum(axis=-1)
+        return both_s
+
     while True:
-        forced_s = _slots_forced_s(pieces, shape, cut)
-        less = behind[forced_s.argmax() :: shape.num_stages, None]
-        moved = (cut + behind - less).reshape(-1, slots + 1)
+        slot_s = np.diff(pieces.time_s[cut]).reshape(chunks, stages)
+        longest = np.arange(chunks) * stages + slot_s.argmax(axis=1)
+        moved = (cut + behind - behind[longest, None]).reshape(-1, slots + 1)
         moved = moved[(np.diff(moved) > 0).all(axis=1)]
-        least_s = _slots_forced_s(pieces, shape, moved).max(axis=1)
-        if least_s.min() >= forced_s.max() * BETTER:
+        moved_s = estimate_s(np.diff(pieces.time_s[moved]).reshape(-1, chunks, stages))
+        if moved_s.min() >= estimate_s(slot_s) * BETTER:
             return cut
-        cut = moved[least_s.argmin()]
-
-
-def _slots_forced_s(pieces: Pieces, shape: Shape, cuts: IntArray) -> FloatArray:
-    """Return [..., num_stages] as `_forced_s` of [..., slots + 1] cuts, with nothing recomputed."""
-    slot_s = np.diff(pieces.time_s[cuts])
-    return _forced_s(shape, slot_s.reshape(*cuts.shape[:-1], shape.num_chunks, shape.num_stages))
+        cut = moved[moved_s.argmin()]
 
 
 def _times_s(cut: Candidate) -> FloatArray:
@@ -315,13 +317,12 @@ def _times_s(cut: Candidate) -> FloatArray:
     return np.array([(work.forward_s + work.backward_s)[:, 0] for work in cut.measured_works]).T
 
 
-def _forced_s(shape: Shape, times_s: FloatArray) -> FloatArray:
-    """Return [..., num_stages] the least time (s) that each stage forces.
+def _forced_s(cut: Candidate) -> float:
+    """Return the least time (s) that a stage forces.
 
     All its microbatches, and the way of the first one there and of the last one back through the
-    slots before it. `times_s` are [..., num_chunks, num_stages].
+    slots before it.
     """
-    first_s = times_s[..., 0, :]
-    ahead_s = np.cumsum(first_s, axis=-1) - first_s
-    forced_s: FloatArray = shape.num_microbatches * times_s.sum(axis=-2) + ahead_s
-    return forced_s
+    times_s = _times_s(cut)
+    ahead_s = np.cumsum(times_s[0]) - times_s[0]
+    return float((cut.configuration.num_microbatches * times_s.sum(axis=0) + ahead_s).max())

@@ -1,5 +1,5 @@
 """Small trainings on this machine, of `envpipe quickstart` and `envpipe prove`.
 
-Enter at `run.run_trial`. `settings` has the job and the arms that train it; `run` looks at the
-machine, starts ranks of `worker`, and gives what they report to its `Quickstart` or `proof.Proof`.
+Enter at `run.run_trial`. `settings` has the job and the arms that train it, `machine` looks at the
+GPUs; a `run.Trial` starts ranks of `worker`, and makes claims and `results` of what they report.
 """

@@ -72,9 +72,8 @@ class Claim:
         """The value, for people."""
         if self.value is None:
             return "not known"
-        if self.half is None:
-            return f"{self.value:.4g} {self.unit}"
-        return f"{self.value:z.2f} +- {self.half:.2f} {self.unit}"
+        half = "" if self.half is None else f" +- {self.half:.2f}"
+        return f"{self.value:{'z.2f' if self.unit == '%' else '.4g'}}{half} {self.unit}"
 
     @property
     def takes(self) -> str:

@@ -1,167 +1,64 @@
-"""Runs a quickstart or a proof: looks at the machine, starts the ranks, keeps what they report.
-
-What a quickstart shows is here too, its two arms beside each other; `proof` has a proof's.
-"""
+"""Runs a quickstart or a proof: starts the ranks, keeps what they report, and shows it."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
-import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from envpipe_megatron import __version__
-from envpipe_megatron.console import say
-from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.console import say, show_table
+from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import clear_own_folder, replace_files
-from envpipe_megatron.formats.energy import IDLE
-from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError
-from envpipe_megatron.gpu.control import choose_control
+from envpipe_megatron.files import replace_files
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.gpu.registry import Device, look_at, vendors_here, visible_gpus
-from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.integrations.levels import version_of
-from envpipe_megatron.trials.claims import Claim, claims_of, difference, equality
+from envpipe_megatron.report.page.document import page_text
+from envpipe_megatron.report.summary import Section, to_markdown
+from envpipe_megatron.runtime.job.options import PROFILE_FILE
+from envpipe_megatron.trials.claims import Claim, claims_of, equality
+from envpipe_megatron.trials.machine import Machine, newcomers
 from envpipe_megatron.trials.ranks import rank_environment, run_ranks
-from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, Settings, load_text
+from envpipe_megatron.trials.results import (
+    arms_section,
+    claims_section,
+    line_to_paste,
+    machine_section,
+    turns_section,
+)
+from envpipe_megatron.trials.settings import Settings, load_text
 
 Event = dict[str, Any]
 CLAIMS_FORMAT, CLAIMS_FILE = "envpipe-claims/1", "claims.json"
-_PACKAGES = ("torch", "megatron-core", "nvidia-ml-py", "numpy")
-#: What a GPU may be busy with that only answers those who read its meters.
-_MOST_BUSY_PERCENT = 5
-_LEFT_ALONE = "--without-clocks was given"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine that is measured on.
-
-    Args:
-        emulated: whether GPUs follow a model.
-        gpu_names: one for each pipeline rank.
-        devices: the real GPUs.
-        missing: why no clock is changed; empty if clocks are.
-        versions: of all that figures rest on.
-    """
-
-    emulated: bool
-    gpu_names: tuple[str, ...]
-    devices: tuple[Device, ...]
-    missing: str
-    versions: dict[str, str]
-
-
-def emulated_machine(preset: str, num_stages: int, with_clocks: bool | None) -> Machine:
-    """Return a machine of emulated GPUs, whose time does not depend on how busy the host is.
-
-    Raises GpuError if there is no such preset.
-    """
-    name = f"{load_preset(preset).gpu} (emulated)"
-    missing = _LEFT_ALONE if with_clocks is False else ""
-    return Machine(True, (name,) * num_stages, (), missing, _versions())
-
-
-def real_machine(with_clocks: bool | None) -> Machine:
-    """Look at this machine's GPUs, as CUDA shows them to this process.
-
-    By default clocks are changed where a right to is found.
-
-    Raises EnvPipeError: fewer than two GPUs, no right to change clocks that are to be, or the
-    machine is not quiet. GpuError: the driver cannot be read.
-    """
-    chosen = choose_control("auto", read_site())
-    missing = "" if chosen.backend else ". ".join(filter(None, (chosen.why, chosen.remedy)))
-    if missing and with_clocks:
-        without = "Or leave --with-clocks out: the order is proven without any right."
-        raise EnvPipeError(
-            f"Clocks may not be changed here: {chosen.why}",
-            remedy=". ".join(filter(None, (chosen.remedy, without))),
-        )
-    devices = visible_gpus()
-    if len(devices) < 2:
-        raise EnvPipeError(
-            "A pipeline needs two GPUs or more; CUDA shows fewer to this process",
-            value=len(devices),
-            remedy="Give it more, or try --gpu a100-sxm, which emulates them.",
-        )
-    unrest = [text for device in devices for text in _unrest(device)]
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load >= cores:
-        unrest.append(f"the host's load is {load:.1f}, on {cores} cores")
-    if unrest:
-        raise EnvPipeError(
-            "The machine is not quiet, so what is measured would not be EnvPipe's",
-            value=unrest,
-            remedy="End what runs there, or wait until it has ended; a GPU that is held back while "
-            "idle needs cooling, or another power limit.",
-        )
-    drivers = [driver.version for _, driver in vendors_here()]
-    return Machine(
-        False,
-        tuple(device.name for device in devices),
-        tuple(devices),
-        _LEFT_ALONE if with_clocks is False else missing,
-        {**_versions(), "driver": ", ".join(drivers)},
-    )
-
-
-def _unrest(device: Device) -> list[str]:
-    """Say what speaks against measuring on a GPU; GpuError if it cannot be read."""
-    gpu, name, found = look_at(device.uid), f"GPU {device.index}", []
-    seen = gpu.activity()
-    if seen.processes:
-        found.append(f"{name} is used by process {', '.join(map(str, seen.processes))}")
-    if (seen.busy_percent or 0) > _MOST_BUSY_PERCENT:
-        found.append(f"{name} is {seen.busy_percent} % busy")
-    if held := [reason for reason in gpu.clock_state().throttle_reasons if reason != IDLE]:
-        found.append(f"{name} is held back by {', '.join(held)}")
-    return found
-
-
-def newcomers(machine: Machine) -> list[str]:
-    """Return, in words, which real GPUs have other processes than the one rank of the proof."""
-    found = []
-    for device in machine.devices:
-        with suppress(GpuError):
-            count = len(look_at(device.uid).activity().processes)
-            found += [f"{count} processes on GPU {device.index}"] if count > 1 else []
-    return found
-
-
-def _versions() -> dict[str, str]:
-    installed = {package: found for package in _PACKAGES if (found := version_of(package))}
-    return {"envpipe-megatron": __version__, **installed}
 
 
 class Trial:
     """The reports of the ranks of a quickstart or a proof, and what they show, complete or not.
 
+    Args:
+        machine: that is measured on, as `trials.machine` found it to be fit for it.
+        checks: doctor's, as JSON, for a proof's files.
+
     Attributes:
-        who: the command's work, in a word.
-        leaves: all that may be in its folder; the first, its settings, marks it as its own.
-        machine: that is measured on.
-        introduction: says what is trained.
         turns: reports of those that have ended, in their order; `turns.jsonl` has them, too.
         latency: of each GPU, as `measure_latency` gives it; None if it was not measured.
         claims: as far as they are known.
     """
 
-    who: ClassVar[str]
-    leaves: ClassVar[tuple[str, ...]]
-
-    def __init__(self, settings: Settings, machine: Machine, introduction: str) -> None:
-        self.settings, self.machine, self.introduction = settings, machine, introduction
+    def __init__(
+        self, settings: Settings, machine: Machine, checks: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self.settings, self.machine, self._checks = settings, machine, checks
         self.turns: list[Event] = []
         self.latency: list[Event] | None = None
         self.claims: list[Claim] = []
@@ -170,6 +67,23 @@ class Trial:
     def complete(self) -> bool:
         """True if all turns came to their end."""
         return len(self.turns) == len(self.settings.turns)
+
+    @property
+    def introduction(self) -> str:
+        """Say what is trained."""
+        settings, machine = self.settings, self.machine
+        only = f"\nOrders only, no clock is changed: {machine.missing}" if machine.missing else ""
+        return (
+            f"Training a GPT ({settings.num_layers} layers, width {settings.hidden_size}) on "
+            f"{settings.text}\nover {machine.gpus}, with {settings.num_microbatches} microbatches; "
+            f"rounds: {settings.rounds}, of {', '.join(arm.name for arm in settings.arms)}{only}\n"
+            "Its ranks load torch and build the model first, which takes up to a minute ..."
+        )
+
+    @property
+    def line(self) -> str:
+        """Say all claims in one line, to paste."""
+        return line_to_paste(self.claims, self.machine, self.turns, self.settings.command)
 
     def begin(self, console: Console) -> Progress:
         """Return the bar of progress, whose time runs from now on."""
@@ -202,84 +116,76 @@ class Trial:
                 self.write()
 
     def write(self) -> None:
-        """Write claims, and what else is known."""
-        self.claims = claims_of(
-            self.turns, self.settings.arms, self.latency, emulated=self.machine.emulated
-        )
-        self.put(CLAIMS_FILE, self.document())
-
-    def document(self) -> dict[str, Any]:
-        """Return what the file of claims has."""
-        return {
+        """Write the claims, and a proof's page, as far as they are known."""
+        settings, machine = self.settings, self.machine
+        self.claims = claims_of(self.turns, settings.arms, self.latency, emulated=machine.emulated)
+        document = {
             "format": CLAIMS_FORMAT,
             "complete": self.complete,
-            "emulated": self.machine.emulated,
-            "clocks_changed": not self.machine.missing,
+            "emulated": machine.emulated,
+            "clocks_changed": not machine.missing,
             "claims": [asdict(claim) for claim in self.claims],
+            "line": self.line,
         }
+        self.put(CLAIMS_FILE, document)
+        if not settings.proof:
+            return
+        self.put("machine.json", {**asdict(machine), "doctor": list(self._checks)})
+        title = "EnvPipe: a proof" + (" (emulated)" if machine.emulated else "")
+        title += "" if self.complete else ", not complete"
+        marks = [self.line]
+        marks += [f"No clock was changed: {machine.missing}"] if machine.missing else []
+        known = (
+            Section("To paste", lines=(self.line,)),
+            claims_section(self.claims),
+            arms_section(self.turns, settings, self._plans()),
+            turns_section(self.turns, len(machine.gpu_names)),
+            machine_section(machine),
+        )
+        sections = [section for section in known if section.rows or section.lines]
+        replace_files(
+            {
+                settings.output / "summary.md": [to_markdown(title, sections, "prove")],
+                settings.output / "index.html": [page_text(title, marks, sections, "prove")],
+            }
+        )
 
     def show(self, console: Console) -> None:
         """Show the result of all turns, as it was written."""
-        raise NotImplementedError
+        say(self.line, console)
+        arms = arms_section(self.turns, self.settings, self._plans())
+        show_table(arms.title, arms.header, arms.rows, left=arms.header[5:], console=console)
+        steps, losses = equality(self.turns)[0], self.turns[0]["losses"]
+        first, last = (fmean(losses[step]) for step in (0, steps - 1))
+        say(f"Losses of the {steps} steps that all turns made: {first:.4f} to {last:.4f}", console)
+        if self.settings.preset is not None:
+            preset = load_preset(self.settings.preset)
+            basis = "fitted to published" if preset.fitted else "not fitted to any"
+            say(
+                "These joules are emulated: no GPU was used. Times and energies are those of a "
+                f"model of the {preset.gpu}, {basis} measurements, in emulated time. A backward in "
+                f"two parts takes {100 * MEASURED_SPLIT.overhead:g} % more, as was measured on an "
+                "H200.",
+                console,
+            )
+        errors = (stage["clocks"]["error"] for turn in self.turns for stage in turn["stages"])
+        notes = (note for turn in self.turns for note in turn["notes"])
+        for note in dict.fromkeys(filter(None, (*notes, *errors))):
+            say(f"Note: {note}", console)
+        say(f"Everything is in {self.settings.output}", console)
+
+    def _plans(self) -> dict[str, Plan]:
+        """Return the plans that arms have run, as far as they are there."""
+        plans = {}
+        for arm in self.settings.arms:
+            with suppress(EnvPipeError, OSError):  # not yet, or a rank was ended while it wrote
+                profile = read_profile(self.settings.profile_folder / PROFILE_FILE)
+                plans[arm.name] = read_plan(self.settings.output_of(arm) / "plan.json", profile)
+        return plans
 
     def put(self, name: str, data: object) -> None:
         """Write a JSON file."""
         replace_files({self.settings.output / name: [json.dumps(data, indent=1), "\n"]})
-
-
-class Quickstart(Trial):
-    """A quickstart under way."""
-
-    who = "quickstart"
-    leaves = (
-        "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
-        "profile.csv", "profile.json", "plan.json", "loop.jsonl", "turns.jsonl", "summary.json",
-        CLAIMS_FILE, ".lock", "emulated", "report", "arms",
-    )  # fmt: skip
-
-    def __init__(self, settings: Settings) -> None:
-        layers, width, preset = settings.num_layers, settings.hidden_size, settings.preset
-        assert preset is not None
-        super().__init__(
-            settings,
-            emulated_machine(preset, settings.num_stages, None),
-            f"Training a GPT ({layers} layers, width {width}) on {settings.text}\n"
-            f"{settings.num_stages} pipeline ranks on this machine's CPU, "
-            f"{settings.num_microbatches} microbatches, emulated GPUs ({preset}).\n"
-            "They load torch and build the model first, which takes up to a minute ...",
-        )
-        self._preset = load_preset(preset)
-
-    def show(self, console: Console) -> None:
-        """Show what was saved, and that training was the same; a report has both runs' figures."""
-        output = self.settings.output
-        plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))
-        cost, full = plan.cost, plan.baseline.cost
-        (saved, _), (slower, _) = (
-            difference(self.turns, ENVPIPE.name, BASELINE.name, which)
-            for which in ("saving", "slowdown")
-        )
-        steps, same_losses, _ = equality(self.turns)
-        first, last = (fmean(self.turns[-1]["losses"][step]) for step in (0, steps - 1))
-        equal = "equal to the last bit" if same_losses else "NOT equal"
-        console.print(
-            f"[bold]Saving {saved:.2f} %, slowdown {slower:.2f} %[/bold] (envpipe simulate says "
-            f"{cost.saving_percent(full):.2f} % and {cost.slowdown_percent(full):.2f} %). "
-            f"Losses of the {steps} steps both runs made, {first:.4f} to {last:.4f}: {equal}.",
-            highlight=False,
-        )
-        basis = "fitted to published" if self._preset.fitted else "not fitted to any"
-        console.print(
-            "These joules are emulated: no GPU was used. Times and energies are those of a model "
-            f"of the {self._preset.gpu}, {basis} measurements, in emulated time. A backward in two "
-            f"parts takes {100 * MEASURED_SPLIT.overhead:g} % more, as was measured on an H200.",
-            highlight=False,
-        )
-        turn = self.turns[-1]
-        errors = (stage["clocks"]["error"] for stage in turn["stages"])
-        for note in (*turn["notes"], *filter(None, errors)):
-            say(f"Note: {note}", console)
-        say(f"Everything is in {output}", console)
 
 
 def run_trial(trial: Trial, console: Console) -> None:
@@ -295,11 +201,11 @@ def run_trial(trial: Trial, console: Console) -> None:
     for module, package in (("torch", "torch"), ("megatron", "megatron-core")):
         if importlib.util.find_spec(module) is None:
             raise EnvPipeError(
-                f"A {trial.who} needs {package}, which is not installed",
+                f"`envpipe {settings.command}` needs {package}, which is not installed",
                 remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
             )
-    clear_own_folder(output, trial.leaves, trial.who)
-    trial.put(trial.leaves[0], asdict(settings))
+    _set_earlier_aside(settings)
+    trial.put(settings.file.name, asdict(settings))
     # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
     settings.text_copy.write_bytes(content)
     say(trial.introduction, console)
@@ -324,13 +230,35 @@ def run_trial(trial: Trial, console: Console) -> None:
         )
 
 
+def _set_earlier_aside(settings: Settings) -> None:
+    """Make the output folder, or move what an earlier run of the command left there out of the way.
+
+    Raises EnvPipeError if the folder holds anything, and no settings of such a run.
+    """
+    output, earlier = settings.output, settings.output / "earlier"
+    output.mkdir(parents=True, exist_ok=True)
+    found = sorted(path for path in output.iterdir() if path != earlier)
+    if not found:
+        return
+    if settings.file not in found:
+        raise EnvPipeError(
+            f"The output folder {output} holds what no `envpipe {settings.command}` left there",
+            value=found[0].name,
+            remedy="Give an empty or new folder with --output.",
+        )
+    numbered = (earlier / str(number) for number in itertools.count(1))
+    aside = next(folder for folder in numbered if not folder.exists())
+    aside.mkdir(parents=True)
+    for path in found:
+        path.rename(aside / path.name)
+
+
 def _train(trial: Trial, console: Console) -> None:
-    settings = trial.settings
-    worker, settings_file = "envpipe_megatron.trials.worker", settings.output / trial.leaves[0]
+    settings, worker = trial.settings, "envpipe_megatron.trials.worker"
     with trial.begin(console):
         run_ranks(
             settings.num_stages,
-            ["--module", worker, str(settings_file)],
+            ["--module", worker, str(settings.file)],
             # A rank that must not change a clock cannot, even if something goes wrong.
             rank_environment(settings.output / "emulated")
             | ({} if settings.changes_clocks else {FORBID_VARIABLE: "1"}),

@@ -128,9 +128,24 @@ class Settings:
     changes_clocks: bool = True
 
     @property
+    def command(self) -> str:
+        """The subcommand of `envpipe` whose trial it is."""
+        return "prove" if self.proof else "quickstart"
+
+    @property
     def output(self) -> Path:
         """Folder that all is left in."""
         return Path(self.output_dir)
+
+    @property
+    def file(self) -> Path:
+        """These settings, for the ranks; they mark the folder as one of the command's."""
+        return self.output / ("prove.json" if self.proof else "settings.json")
+
+    @property
+    def profile_folder(self) -> Path:
+        """Folder of the profile that prices the arms' plans."""
+        return self.output / "profile" if self.proof else self.output
 
     def output_of(self, arm: Arm) -> Path:
         """Folder of what an arm records: a run's, which `envpipe report` reads."""

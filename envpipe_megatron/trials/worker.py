@@ -70,7 +70,6 @@ class Rank:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._profile_folder = settings.output / "profile"
         self._collectives = make_collectives([range(settings.num_stages)], _TIMEOUT)
         options = JobOptions(
             gpu_control="auto" if settings.changes_clocks else "none",
@@ -121,7 +120,7 @@ class Rank:
             self._device.gpu,
             framework_iterations=None,
             baseline_steps=_PROFILE_WARMUP,
-            output=self._profile_folder,
+            output=self._settings.profile_folder,
             sweep=not orders,
         )
         try:
@@ -142,7 +141,7 @@ class Rank:
             best, other = (SPLIT, WHOLE) if orders else (OPTIMAL, CONSTANT)
             target = self._plan_file(best)
             target.parent.mkdir()
-            target.write_bytes((self._profile_folder / plan_file("")).read_bytes())
+            target.write_bytes((self._settings.profile_folder / plan_file("")).read_bytes())
             (_whole_plan if orders else constant_plan)(plan).write(self._plan_file(other))
         self._collectives.on_all(True)  # the files are there
         return statistics.median(times_s[1:])
@@ -159,7 +158,7 @@ class Rank:
             gpu,
             framework_iterations=0,
             baseline_steps=settings.warmup_iterations,
-            profile=self._profile_folder / PROFILE_FILE if from_profile else None,
+            profile=settings.profile_folder / PROFILE_FILE if from_profile else None,
             plan=own_plan if own_plan.exists() else None,
             output=settings.output_of(arm),
             sweep=from_profile,

@@ -196,6 +196,22 @@ def test_it_says_each_refresh_once(gpu, reader):
     assert [*reader.take()] == []
 
 
+def test_a_look_that_could_not_be_asked_for_is_not_waited_for(gpu, reader, monkeypatch):
+    """As where a driver hung for minutes: later looks are over when they are answered."""
+    list(reader.look(WAIT_S))
+
+    def full(*_: object) -> None:
+        raise BlockingIOError
+
+    with monkeypatch.context() as hanging:
+        hanging.setattr(energy_counter, "send", full)
+        list(reader.look(0.01))
+    gpu.advance_to(2.05)
+    before_s = time.monotonic()
+    assert [*reader.look(WAIT_S)] == [gpu.read_energy()]
+    assert time.monotonic() - before_s < WAIT_S
+
+
 def test_what_a_full_socket_refuses_is_said_later(monkeypatch):
     """And is looked at meanwhile: a rank may take nothing for minutes."""
     gpu, sent, full = FakeGpu(), [], [True, True, False, True]

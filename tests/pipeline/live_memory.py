@@ -109,7 +109,7 @@ def peaks_of_orders(
         if order is ran:
             memory.learn(job.own_order, specs, ran)
         elif memory.stages is not None:
-            peaks.append(memory.peak_bytes())
+            peaks.append(memory.peak_bytes)
 
     with _watched_sessions() as sessions, patch.object(Session, "run_iteration", run_iteration):
         training.train(rank, replace(job, steps=3 + len(orders)), Ours(), root)

@@ -12,7 +12,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.report.charts import INK, Chart, Marks, columns_of
 from envpipe_megatron.report.stills import draw, save
-from envpipe_megatron.report.units import plan_chart
+from envpipe_megatron.report.units import plan_charts
 
 #: A valley whose bottom is 1200 MHz.
 VALLEY = [(1500, 1.0, 14.0), (1200, 1.25, 10.0), (900, 1.6, 11.0)]
@@ -24,9 +24,9 @@ def plan(schedule, policy="envelope", conditions=None):
     return Plan(policy, schedule, POLICIES[policy](schedule, prof), prof, conditions)
 
 
-def chart_of(a_plan, x_max_s=None, **options):
-    x_max_s = x_max_s or a_plan.timeline.iteration_time_s
-    return plan_chart(a_plan, x_max_s=x_max_s, scale_mhz=(900, 1500), **options)
+def chart_of(a_plan, x_max_s=None):
+    (chart,) = plan_charts([a_plan], x_max_s)
+    return chart
 
 
 def boxes(chart):
@@ -87,7 +87,7 @@ def test_labels_name_the_units_and_drop_out_where_boxes_are_narrow(tmp_path):
 def test_colours_are_clocks_and_letters_contrast_with_them():
     p = plan(builders.one_f_one_b(3, 4), "envelope")
     axes, bar = draw([chart_of(p, x_max_s=30.0)], "t").axes
-    assert bar.get_ylim() == (900, 1500)
+    assert bar.get_ylim() == (p.frequency_mhz.min(), p.frequency_mhz.max())
     assert axes.get_xlim() == (0, 30e3)
     assert axes.get_ylim()[0] > axes.get_ylim()[1], "stage 0 is on top"
     _, units, _ = axes.collections
@@ -102,10 +102,10 @@ def test_colours_are_clocks_and_letters_contrast_with_them():
 
 def test_the_caption_says_time_energy_memory_and_gpus():
     p = plan(builders.one_f_one_b(3, 4))
-    said = chart_of(p, note="a note").title
+    said = chart_of(p).title
     for wanted in (
         f"{p.cost.iteration_time_s:.4g} s", f"{p.cost.energy_j:,.0f} J", "in flight 3, 2, 1",
-        "one GPU a stage", "a note",
+        "one GPU a stage",
     ):  # fmt: skip
         assert wanted in said
     tails = Conditions((80.0,) * 3, tail_time_s=(2.0,) * 3, gpus_per_stage=(2, 2, 4))

@@ -56,7 +56,6 @@ class Memory:
     def __init__(self) -> None:
         self.stages: Any = None
         self.calls: list[Any] = []
-        self.peaks: list[int | None] = [5, 9, 7]
         self.predicted: list[str] = []
         self.predicting: Exception | None = None
 
@@ -70,11 +69,8 @@ class Memory:
         if self.predicting is not None:
             raise self.predicting
 
-    def peak_bytes(self) -> int | None:
-        return self.peaks.pop(0)
-
-    def compare(self, peak: int | None) -> None:
-        self.calls.append(("compare", peak))
+    def compare(self) -> None:
+        self.calls.append(("compare",))
 
 
 def same(own: Any) -> Any:

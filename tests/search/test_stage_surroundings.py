@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -169,22 +169,20 @@ def test_the_planned_order_keeps_the_memory_of_unlike_chunks() -> None:
                 assert (candidate.peak_bytes_of(plan.schedule) <= memory_bytes).all()
 
 
-def test_virtual_stages_are_the_evenest_that_single_moves_reach() -> None:
-    profile = whole_layers(4, ("layer", "other", "layer", "layer", "other") * 2)
-    megatron = MegatronSpace(profile, Job(2, 2, 8), Space(max_chunks=2))
-    shape = Shape(Sizes(), 2, 1, 2, 8)
-    cut = megatron.best_cut(shape)
-    edges = [edge for stage in cut.configuration.stages for chunk in stage.chunks for edge in chunk]
-    found = sorted(set(edges))
-    for slot in range(1, len(found) - 1):
-        for step in (-1, 1):
-            moved = found.copy()
-            moved[slot] += step
-            if sorted(set(moved)) == moved:
-                works = megatron.candidate(shape, moved, [(None, 0)] * 2).works
-                times_s = np.array([work.time_s for work in works])
-                ahead_s = [0.0, works[0].forward_s[0, 0] + works[0].backward_s[0, 0]]
-                assert (8 * times_s + ahead_s).max() >= cut.bound_s * (1 - 1e-9)
+def test_virtual_stages_are_nearly_as_fast_as_the_best_of_all() -> None:
+    shape, above = Shape(Sizes(), 2, 1, 2, 8), []
+    for seed in range(16):
+        megatron = MegatronSpace(
+            whole_layers(seed, ("layer", "other") * 4), Job(2, 2, 8), Space(max_chunks=2)
+        )
+        least_s = min(
+            megatron.candidate(shape, (0, *inner, 10), [(None, 0)] * 2).iteration_time_s
+            for inner in combinations(range(1, 10), 3)
+        )
+        above.append(megatron.best_cut(shape).iteration_time_s / least_s)
+    assert min(above) == pytest.approx(1.0)
+    assert np.mean(above) < 1.02
+    assert max(above) < 1.07
 
 
 PROFILE = LayerProfile(

@@ -13,7 +13,7 @@ def run_command(path: Path) -> None:
     from rich.console import Console
 
     from envpipe_megatron.trials import ranks, run
-    from envpipe_megatron.trials.proof import Proof
+    from envpipe_megatron.trials.machine import Machine
     from envpipe_megatron.trials.settings import Settings
 
     def run_ranks(num_ranks, program, *rest):
@@ -22,8 +22,8 @@ def run_command(path: Path) -> None:
     run.run_ranks = run_ranks
     settings = Settings.read(path)
     missing = "" if settings.changes_clocks else "the right of a test"
-    machine = run.Machine(False, ("fake",) * NUM_RANKS, (), missing, {})
-    run.run_trial(Proof(settings, machine, []), Console(file=io.StringIO()))
+    machine = Machine(False, ("fake",) * NUM_RANKS, (), missing, {})
+    run.run_trial(run.Trial(settings, machine, []), Console(file=io.StringIO()))
 
 
 def run_rank() -> None:

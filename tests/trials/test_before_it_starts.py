@@ -15,9 +15,10 @@ from trials_helpers import short_settings, turn, write_text
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import Control
+from envpipe_megatron.trials import machine as trial_machine
 from envpipe_megatron.trials import run as trial_run
-from envpipe_megatron.trials.proof import Proof
-from envpipe_megatron.trials.run import Quickstart, emulated_machine, real_machine, run_trial
+from envpipe_megatron.trials.machine import emulated_machine, real_machine
+from envpipe_megatron.trials.run import Trial, run_trial
 from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, RUNS, Settings, load_text
 
 
@@ -33,12 +34,15 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def quickstart(settings):
+    return Trial(settings, emulated_machine(settings.preset, settings.num_stages, None))
+
+
 def proof(settings):
-    machine = emulated_machine(settings.preset, settings.num_stages, None)
-    return Proof(settings.as_proof(1, 3, changes_clocks=True), machine, [])
+    return quickstart(settings.as_proof(1, 3, changes_clocks=True))
 
 
-def refused(settings, kind=Quickstart):
+def refused(settings, kind=quickstart):
     with pytest.raises(EnvPipeError) as caught:
         run_trial(kind(settings), Console(file=io.StringIO()))
     return str(caught.value)
@@ -50,7 +54,7 @@ def refused(settings, kind=Quickstart):
 )
 def test_clocks_that_may_not_be_changed(monkeypatch, remedy, said):
     none = Control("auto", None, "it is forbidden", remedy)
-    monkeypatch.setattr(trial_run, "choose_control", lambda *_: none)
+    monkeypatch.setattr(trial_machine, "choose_control", lambda *_: none)
     with pytest.raises(EnvPipeError, match=said):
         real_machine(with_clocks=True)
 
@@ -68,10 +72,10 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("kind", "names"),
         [
-            (Quickstart, ["notes.txt"]),
-            (Quickstart, ["settings.json", "notes.txt"]),
-            (Quickstart, ["profile.csv"]),
-            (Quickstart, ["emulated/mine.txt"]),
+            (quickstart, ["notes.txt"]),
+            (quickstart, ["earlier/1/settings.json", "notes.txt"]),
+            (quickstart, ["profile.csv"]),
+            (quickstart, ["emulated/mine.txt"]),
             (proof, ["settings.json"]),
         ],
     )
@@ -93,7 +97,7 @@ class TestRefused:
             importlib.util, "find_spec", lambda name: None if name == "megatron" else found(name)
         )
         message = refused(short_settings(tmp_path))
-        assert "A quickstart needs megatron-core, which is not installed" in message
+        assert "`envpipe quickstart` needs megatron-core, which is not installed" in message
         assert "pip install" in message
         assert not (tmp_path / "out").exists()
 
@@ -111,23 +115,30 @@ class TestRefused:
             assert said in run_badly("quickstart", *arguments)
 
 
-def test_the_folder_of_an_earlier_quickstart_is_used_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [quickstart, proof])
+def test_what_earlier_runs_left_is_set_aside(tmp_path, monkeypatch, kind):
     settings = short_settings(tmp_path)
-    out = tmp_path / "out"
-    (out / "emulated").mkdir(parents=True)
-    for name in ("settings.json", "summary.json", "energy.jsonl", "emulated/gpu0.json"):
-        (out / name).write_text("old")
+    trial, out = kind(settings), tmp_path / "out"
+    file = trial.settings.file
     seen = []
 
     def train(results, console):
-        seen.extend(sorted(path.name for path in out.iterdir()))
+        seen.append(contents(out))
         assert settings.text_copy.read_bytes() == Path(settings.text).read_bytes()
         raise EnvPipeError("stop here")
 
     monkeypatch.setattr(trial_run, "_train", train)
-    assert refused(settings) == "stop here"
-    assert seen == ["settings.json", "text.bin"]
-    assert Settings.read(out / "settings.json") == settings
+    for run in ("first", "second", "third"):
+        assert refused(settings, kind) == "stop here"
+        assert Settings.read(file) == trial.settings
+        (out / "emulated").mkdir()
+        for name in ("emulated/gpu0.json", "notes.txt"):
+            (out / name).write_text(run)
+    assert set(seen[0]) == {file, settings.text_copy}
+    assert {path for path in seen[2] if path.parent == out} == set(seen[0])
+    for number, run in ((1, "first"), (2, "second")):
+        for name in ("emulated/gpu0.json", "notes.txt"):
+            assert seen[2][out / "earlier" / str(number) / name] == run.encode()
 
 
 @pytest.mark.parametrize("told", [0, 1, 2], ids=["nothing", "an iteration", "the baseline"])
@@ -146,7 +157,7 @@ def test_what_was_told_is_kept_however_it_ends(tmp_path, monkeypatch, end, told)
     monkeypatch.setattr(trial_run, "_train", train)
     screen = io.StringIO()
     with pytest.raises(end if isinstance(end, type) else type(end)):
-        run_trial(Quickstart(short_settings(tmp_path)), Console(file=screen))
+        run_trial(quickstart(short_settings(tmp_path)), Console(file=screen))
     claims = json.loads((tmp_path / "out" / "claims.json").read_text())
     assert claims["complete"] is False
     if told == 2:
@@ -156,7 +167,7 @@ def test_what_was_told_is_kept_however_it_ends(tmp_path, monkeypatch, end, told)
     assert not (tmp_path / "out" / "text.bin").exists()
 
 
-@pytest.mark.parametrize("kind", [Quickstart, proof])
+@pytest.mark.parametrize("kind", [quickstart, proof])
 def test_ranks_that_end_well_but_tell_nothing_are_no_success(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(trial_run, "_train", lambda *arguments: None)
     message = refused(short_settings(tmp_path), kind)
@@ -167,7 +178,7 @@ def test_ranks_that_end_well_but_tell_nothing_are_no_success(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("different", ["losses", "stages"])
-@pytest.mark.parametrize(("kind", "arms"), [(Quickstart, RUNS), (proof, ARMS)])
+@pytest.mark.parametrize(("kind", "arms"), [(quickstart, RUNS), (proof, ARMS)])
 def test_a_changed_result_is_no_success(tmp_path, monkeypatch, kind, arms, different):
     def train(results, console):
         results.turns += [turn(arm.name) for arm in arms]
@@ -178,8 +189,8 @@ def test_a_changed_result_is_no_success(tmp_path, monkeypatch, kind, arms, diffe
             other["stages"][1] = {**other["stages"][1], "weights_sha256": "b"}
 
     monkeypatch.setattr(trial_run, "_train", train)
-    monkeypatch.setattr(Quickstart, "write", lambda self: None)
-    monkeypatch.setattr(Quickstart, "show", lambda self, console: None)
+    monkeypatch.setattr(Trial, "write", lambda self: None)
+    monkeypatch.setattr(Trial, "show", lambda self, console: None)
     assert "changed the result of training" in refused(short_settings(tmp_path), kind)
 
 

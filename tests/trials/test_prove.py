@@ -20,9 +20,10 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.registry import Activity, Device
+from envpipe_megatron.trials import machine as trial_machine
 from envpipe_megatron.trials import run as trial_run
-from envpipe_megatron.trials.proof import Proof
-from envpipe_megatron.trials.run import emulated_machine, newcomers, real_machine, run_trial
+from envpipe_megatron.trials.machine import emulated_machine, newcomers, real_machine
+from envpipe_megatron.trials.run import Trial, run_trial
 from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, Settings
 
 pytestmark = pytest.mark.xdist_group("quickstart")
@@ -54,7 +55,7 @@ def finished():
         job = short_settings(folder, num_stages=2, preset=preset, **small)
         machine = emulated_machine(job.preset, 2, True)
         settings = job.as_proof(ROUNDS, 3, changes_clocks=True)
-        run_trial(Proof(settings, machine, CHECKS), Console(file=io.StringIO(), width=400))
+        run_trial(Trial(settings, machine, CHECKS), Console(file=io.StringIO(), width=400))
         yield Finished(folder / "out")
 
 
@@ -113,7 +114,7 @@ def test_claims_have_intervals_from_rounds_and_say_emulated(finished):
 def node(own_node, monkeypatch):
     """Four quiet A100s whose clocks this process may change; nothing is ever started or changed."""
     made = own_node(True)
-    monkeypatch.setattr(trial_run.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    monkeypatch.setattr(trial_machine.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
     monkeypatch.setattr(trial_run, "_train", lambda *arguments: None)
     # The doctor takes a second to look at all, and refuses nothing.
     monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.results"], "all_checks", list)
@@ -154,7 +155,7 @@ def test_a_gpu_that_is_not_quiet_is_refused(node, tmp_path, fault, value, said):
 
 def test_a_busy_host_is_refused(node, monkeypatch, tmp_path):
     cores = os.cpu_count()
-    monkeypatch.setattr(trial_run.os, "getloadavg", lambda: (cores + 0.5, 0, 0))
+    monkeypatch.setattr(trial_machine.os, "getloadavg", lambda: (cores + 0.5, 0, 0))
     assert f"load is {cores + 0.5:.1f}, on {cores} cores" in refused("--output", tmp_path / "out")
 
 
@@ -211,12 +212,12 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     device = Device("nvml", 0, "GPU-0", "A100", "", "")
     # The rank, and another one that came later.
     crowded = SimpleNamespace(activity=lambda: Activity((11, 4711)))
-    monkeypatch.setattr(trial_run, "look_at", lambda uid: crowded)
+    monkeypatch.setattr(trial_machine, "look_at", lambda uid: crowded)
     screen = io.StringIO()
     machine = replace(emulated_machine(job.preset, 2, False), devices=(device,))
     with pytest.raises(KeyboardInterrupt):
         run_trial(
-            Proof(job.as_proof(1, 3, changes_clocks=False), machine, CHECKS),
+            Trial(job.as_proof(1, 3, changes_clocks=False), machine, CHECKS),
             Console(file=screen, width=400),
         )
     assert "Interrupted: clocks are reset" in screen.getvalue()

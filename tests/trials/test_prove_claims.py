@@ -13,8 +13,8 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.summary import Section
 from envpipe_megatron.trials.claims import claims_of, difference
-from envpipe_megatron.trials.proof import line_to_paste
-from envpipe_megatron.trials.run import Machine
+from envpipe_megatron.trials.machine import Machine
+from envpipe_megatron.trials.results import line_to_paste
 from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, constant_plan
 
 #: Time and energy of each arm over those of stock in the same round.

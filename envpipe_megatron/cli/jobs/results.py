@@ -159,11 +159,12 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
     """
     from envpipe_megatron.report.page.document import PAGE_FILE
     from envpipe_megatron.report.summary import RESULT
-    from envpipe_megatron.trials.run import Quickstart, run_trial
+    from envpipe_megatron.trials.machine import emulated_machine
+    from envpipe_megatron.trials.run import Trial, run_trial
     from envpipe_megatron.trials.settings import Settings
 
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)
-    run_trial(Quickstart(settings), Console())
+    run_trial(Trial(settings, emulated_machine(preset, settings.num_stages, None)), Console())
     tariff = Tariff.of_environment(os.environ)
     show_sections(report_on(output, output / "report", tariff)[1], RESULT)
     command = (
@@ -216,8 +217,8 @@ def prove(
 
       envpipe prove --gpu a100-sxm --rounds 2 --iterations 3 --without-clocks
     """
-    from envpipe_megatron.trials.proof import Proof
-    from envpipe_megatron.trials.run import emulated_machine, real_machine, run_trial
+    from envpipe_megatron.trials.machine import emulated_machine, real_machine
+    from envpipe_megatron.trials.run import Trial, run_trial
     from envpipe_megatron.trials.settings import Settings, gpt_for_gpus
 
     folder, source = str(output.resolve()), str(text.resolve())
@@ -229,4 +230,5 @@ def prove(
         machine = real_machine(with_clocks)
         job = gpt_for_gpus(folder, source, len(machine.gpu_names))
     settings = job.as_proof(rounds, iterations, changes_clocks=not machine.missing)
-    run_trial(Proof(settings, machine, checks), Console())
+    run_trial(Trial(settings, machine, checks), Console())
+    say(f"The page is {output.resolve() / 'index.html'}")

@@ -20,12 +20,10 @@ from envpipe_megatron.console import say, show_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.base import (
-    FORBID_VARIABLE,
-    ClockControlForbiddenError,
     Gpu,
     GpuError,
+    GpuPermissionError,
     NoDriverError,
-    clock_control_forbidden,
 )
 from envpipe_megatron.gpu.control import choose_control, open_controlled, reset_clocks
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -89,14 +87,13 @@ def measure_latency(
 
 def _real_gpu(device: int) -> Gpu:
     """Return a GPU by CUDA's number, whose clock may be changed: the present one from here on."""
-    # Checked before CUDA or a driver is touched: if it is forbidden, nothing is even read.
-    if clock_control_forbidden():
-        raise ClockControlForbiddenError(
-            "measure-latency changes the GPU's clock, which is forbidden here",
-            value=os.environ[FORBID_VARIABLE],
-            remedy=f"Unset {FORBID_VARIABLE}, or try --emulated PRESET.",
+    # Before CUDA or a driver is touched: if it is forbidden, nothing is even read.
+    chosen = choose_control("auto", read_site())
+    if chosen.backend is None:
+        raise GpuPermissionError(
+            f"The clock cannot be changed: {chosen.why}",
+            remedy=". ".join(filter(None, (chosen.remedy, "Or try --emulated PRESET"))),
         )
-    chosen = choose_control("auto", read_site()).required()
     try:
         import torch
     except ImportError as error:
@@ -237,7 +234,7 @@ def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
         slowed += f", down to {mark['lowest_mhz']} MHz" if mark["lowest_mhz"] else ""
     rows = {
         "address" if gpu.address.backend == EmulatedGpu.backend else "UUID": now["uid"],
-        "SM clocks": _range_text(supported),
+        "SM clocks": range_text(supported),
         "all SM clocks (MHz)": numbers(supported) if all_clocks else "",
         "a profile lists (MHz)": numbers(sweep_range(supported, override_for(gpu.name))),
         "memory clocks (MHz)": numbers(memory_mhz),
@@ -258,7 +255,7 @@ def _visible(gpus: Sequence[Device]) -> Sequence[Device]:
     return [gpu for gpu in gpus if gpu.uid in visible]
 
 
-def _range_text(supported: Sequence[int]) -> str:
+def range_text(supported: Sequence[int]) -> str:
     """Say the lowest and highest clock, the steps between, and how many there are."""
     steps = sorted({high - low for high, low in pairwise(supported)})
     stepped = f" in steps of {' and '.join(map(str, steps))} MHz" if 0 < len(steps) <= 2 else ""

@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
+from envpipe_megatron.cli.machine.clocks import range_text
 from envpipe_megatron.console import show_table
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
@@ -165,15 +166,8 @@ def _every_gpu() -> dict[int, VendorGpu]:
 
 @_check("gpu", "supported clocks")
 def _supported_clocks() -> Answer:
-    tables = Counter(
-        (len(clocks), clocks[-1], clocks[0])
-        for clocks in (gpu.supported_frequencies_mhz for gpu in _every_gpu().values())
-    )
-    evidence = "; ".join(
-        f"{count} clocks, {low} to {high} MHz, on {number} GPUs"
-        for (count, low, high), number in tables.items()
-    )
-    return True, evidence, ""
+    tables = Counter(range_text(gpu.supported_frequencies_mhz) for gpu in _every_gpu().values())
+    return True, "; ".join(f"{text}, on {number} GPUs" for text, number in tables.items()), ""
 
 
 def _of_each(name: str, fine: str, remedy: str) -> Callable[[Callable[[VendorGpu], str]], None]:

@@ -65,17 +65,15 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     if output is not None:
         say_working("Drawing")
         from envpipe_megatron.report.stills import save
-        from envpipe_megatron.report.units import plan_chart
+        from envpipe_megatron.report.units import plan_charts
         from envpipe_megatron.report.views import valley_chart
 
         refuse_foreign(output, _FILES, _FILES[0])
         output.mkdir(parents=True, exist_ok=True)
         replace_files({output / _FILES[0]: [json.dumps(facts, indent=1), "\n"]})
-        clocks_mhz = {*simulated.frequency_mhz.flat, *simulated.baseline.frequency_mhz.flat}
-        longest = max(facts["iteration_time_s"], facts["baseline"]["iteration_time_s"])
-        for name, drawn in (("timeline", simulated), ("timeline_baseline", simulated.baseline)):
-            title = f"{drawn.policy} on {drawn.schedule.name}"
-            chart = plan_chart(drawn, x_max_s=longest, scale_mhz=(min(clocks_mhz), max(clocks_mhz)))
+        drawn = {"timeline": simulated, "timeline_baseline": simulated.baseline}
+        for (name, plan), chart in zip(drawn.items(), plan_charts(drawn.values()), strict=True):
+            title = f"{plan.policy} on {plan.schedule.name}"
             save([chart], title, output / f"{name}.png")
         title = f"Energy valley: {profile_path.name}"
         save([valley_chart(profile)], title, output / "energy_valley.png")

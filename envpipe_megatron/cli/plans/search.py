@@ -215,6 +215,9 @@ def with_modelled_energy(profile: LayerProfile, preset: GpuPreset) -> LayerProfi
         for way in measure.recomputation:
             time_s, energy_j = curves(Kind.FORWARD, way.time_s)
             ways.append(replace(way, time_s=time_s, energy_j=energy_j))
+        rested_s = measure.rested_s
+        if rested_s is not None:  # of a power limit, below which a rest makes no clock higher
+            rested_s = np.append(rested_s[:1], (forward_s + backward_s)[1:])
         return replace(
             measure,
             forward_s=forward_s,
@@ -222,6 +225,7 @@ def with_modelled_energy(profile: LayerProfile, preset: GpuPreset) -> LayerProfi
             forward_j=forward_j,
             backward_j=backward_j,
             recomputation=tuple(ways),
+            rested_s=rested_s,
         )
 
     return replace(

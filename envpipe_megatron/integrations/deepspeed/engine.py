@@ -118,8 +118,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
         try:
-            units = _Units(self)
-            self.session.run_iteration(self.micro_batches, self._specs, lambda schedule: units)
+            self.session.run_iteration(self.micro_batches, self._specs, lambda _: _Units(self))
         except MemoryFullError as error:  # on all ranks, and no unit has run
             self._leave_to_deepspeed(str(error))
             super()._exec_schedule(pipe_schedule)

@@ -6,7 +6,6 @@ schedule's own function, in a planned one by torch's own runtime of tables.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from envpipe_megatron.integrations.framework_units import UnitRecorder, once
 from envpipe_megatron.integrations.job import (
     FrameworkJob,
     limits_of_ranks,
+    same_by_facts,
     say_line,
 )
 from envpipe_megatron.integrations.leveled import LeveledJob
@@ -96,7 +96,7 @@ class AttachedPipeline(LeveledJob):
         self._own, why_not = known_order(schedule)
         own, count = self._own, schedule._n_microbatches
         same_job = {
-            **({"start": time.time_ns()} if facts is None else {"facts": facts}),
+            "facts": same_by_facts(facts),
             "order": None if own is None else own.name,
             "chunks": 1 if own is None else own.num_chunks,
         }

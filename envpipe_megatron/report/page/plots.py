@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
+import numpy as np
 from bokeh.models import (
     BasicTicker,
     CDSView,
@@ -114,8 +115,8 @@ def _draw_marks(plot: figure, marks: Marks, source: ColumnDataSource, shown: str
     groups = marks.columns.get("group")
     look: dict[str, Any] = {"source": source, "name": f"{plot.name} {marks.name or 'units'}"}
     if groups is not None:  # the page's script shows another one
-        places = [place for place, group in enumerate(groups) if str(group) == shown]
-        look["view"] = CDSView(filter=IndexFilter(indices=places))
+        places = np.flatnonzero(np.array(groups).astype(str) == shown)
+        look["view"] = CDSView(filter=IndexFilter(indices=places.tolist()))
     colour = {"color": "colour" if "colour" in marks.columns else marks.colour}
     if marks.shape == "line":
         dash = marks.look or "solid"

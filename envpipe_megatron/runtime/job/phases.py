@@ -59,7 +59,7 @@ from envpipe_megatron.tuning.sweep import measured_profile, planned_beside, reco
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show only the loop"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
 _TRIED_AFTER = 200
-#: Iterations of the steady phase in which the peak of memory is held against its prediction.
+#: Iterations of the steady phase, in the last of which the peak of memory is compared.
 _COMPARED_ITERATIONS = 3
 
 
@@ -79,7 +79,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     # Of a known one, an iteration that does not count and one that it is held against.
     for length in (2, usual) if known else (usual,):
         job.say(f"warm-up: {length} iterations of {schedule.name} at {job.top_mhz} MHz")
-        warm_up = partial(_warm_up, job, at_top, length)
+        warm_up = partial(_watched_last, at_top, length)
         if options.only_measures(schedule.name):  # nothing is learned from its units
             records = yield from warm_up()
         else:
@@ -137,8 +137,8 @@ def _one_clock(job: PhaseParts) -> PhaseRun[None]:
     yield from run_commands(job, job.schedule, clocks, records, tuner.run)
 
 
-def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
-    """Run the warm-up; what the units of its last iteration hold is watched."""
+def _watched_last(order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
+    """Run an order some times; what the units of the last iteration hold is watched."""
     records = yield from iterations(order, length - 1)
     records += yield from iterations(replace(order, watched=True))
     return records
@@ -260,11 +260,8 @@ def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
 
 def _compared(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageRecord]]:
     """Run an order, and hold its peak of memory against the prediction."""
-    records, peaks, watched = [], [], replace(order, watched=True)
-    for _ in range(_COMPARED_ITERATIONS):
-        records.append((yield watched))
-        peaks.append(job.memory.peak_bytes())
-    job.memory.compare(max((peak for peak in peaks if peak is not None), default=None))
+    records = yield from _watched_last(order, _COMPARED_ITERATIONS)
+    job.memory.compare()
     return records
 
 

@@ -219,7 +219,6 @@ class Session:
         work = make_work(run.order.schedule)
         watch = self.parts.memory.watch() if run.order.watched else None
         execute(work, run, self.parts.channel, specs, watch)
-        self.iterations.catch_up()
         self._running = run
         self.close_iteration()
 

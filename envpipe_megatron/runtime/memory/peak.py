@@ -83,10 +83,15 @@ class JobMemory:
         self._readings: list[Reading] = []
         self._unusable_bytes = 0
 
-    def watch(self) -> Callable[[Unit], None] | None:
-        """Watch the units of an iteration that begins; what to call as each ends, None for nothing.
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak of this rank's units in the last iteration that was watched."""
+        return max(reading.peak_bytes for reading in self._readings)
 
-        What the optimizer takes is not theirs.
+    def watch(self) -> Callable[[Unit], None] | None:
+        """Watch the units of an iteration that begins; return what to call as each of them ends.
+
+        None where there is no memory to watch. What the optimizer takes is not theirs.
         """
         if self._source is None:
             return None
@@ -164,18 +169,14 @@ class JobMemory:
             for stage, peak, bytes_ in zip(stages, peaks, predicted, strict=True)
         )
 
-    def peak_bytes(self) -> int | None:
-        """Return the peak of the last iteration that was watched, if memory is known."""
-        return None if self.stages is None else self._peak_bytes
-
-    def compare(self, peak_bytes: int | None) -> None:
-        """Hold the prediction, if there is one, against the peak that this rank saw meanwhile.
+    def compare(self) -> None:
+        """Hold the prediction, if there is one, against the last iteration that was watched.
 
         There is none where the framework's own order runs on though too little memory was free.
         """
         if self.stages is None or self.stages[0].predicted_peak_bytes is None:
             return
-        measured = self._collectives.by_stage(peak_bytes or 0, max)
+        measured = self._collectives.by_stage(self.peak_bytes, max)
         self.stages = tuple(
             replace(stage, measured_peak_bytes=peak)
             for stage, peak in zip(self.stages, measured, strict=True)
@@ -191,11 +192,11 @@ class JobMemory:
     def _own(
         self, schedule: Schedule, specs: StageSpecs, ran: Schedule | None
     ) -> StageMemory | None:
-        if self._source is None or len(self._units) < (ran or schedule).units_per_stage:
+        if self._source is None or len(self._units) != (ran or schedule).units_per_stage:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
         self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
-        peak, needed = self._peak_bytes, None
+        peak, needed = self.peak_bytes, None
         if ran is not None:  # whole backwards of it run where most is held, as in the schedule
             kinds, chunks = ran.priced_kinds[self._stage], ran.chunks[self._stage]
             peaks = np.array([reading.peak_bytes for reading in self._readings[1:]])
@@ -223,10 +224,6 @@ class JobMemory:
             pending,
             needed,
         )
-
-    @property
-    def _peak_bytes(self) -> int:
-        return max(reading.peak_bytes for reading in self._readings)
 
     def _unit_ended(self, unit: Unit) -> None:
         assert self._source is not None

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 
-from envpipe_megatron.cli.jobs.explain import read_flags, read_recipe
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.levels import (
     JobError,
@@ -16,6 +15,7 @@ from envpipe_megatron.integrations.levels import (
     decide,
     limits_of_arguments,
 )
+from envpipe_megatron.integrations.megatron.arguments import read_flags, read_recipe
 from envpipe_megatron.integrations.megatron.explain import (
     SEEN,
     PlannedJob,

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 from cli_helpers import plan_for
@@ -13,8 +14,10 @@ from envpipe_megatron.cli.plans import search as command
 from envpipe_megatron.cli.plans import tables
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_file import layers_text, read_layers
+from envpipe_megatron.search.layer_profile import Sizes
 from envpipe_megatron.search.search import Found, Ranked
 from envpipe_megatron.search.space import MegatronSpace, Space
 
@@ -97,6 +100,19 @@ def test_joules_are_modelled_where_none_are_and_only_there(layers_path, tmp_path
     model = ("--power-model", "a100-sxm")
     assert "energy (J)" in run_well("search", "--profile", timed, *JOB, *model).stdout
     assert "measured joules" in run_badly("search", "--profile", layers_path, *JOB, *model)
+
+
+def test_rests_save_time_at_the_measured_clock_only():
+    profile = whole_layers(1)
+    measures = {
+        name: replace(each, rested_s=0.9 * each.both_s)
+        for name, each in profile.at(Sizes()).items()
+    }
+    preset = load_preset("a100-sxm")
+    modelled = command.with_modelled_energy(replace(profile, measures={Sizes(): measures}), preset)
+    for each in modelled.at(Sizes()).values():
+        saved = 1 - each.known_rested_s / each.both_s
+        assert saved == pytest.approx([0.1, *[0.0] * (len(saved) - 1)])
 
 
 @pytest.mark.parametrize(("share", "noted"), [(0.89, False), (0.91, True)])

@@ -158,7 +158,7 @@ def test_tokens(daemon, monkeypatch):
 
 @pytest.mark.parametrize(("token", "good"), [("good\n", True), ("go\nod", False), ("gööd€", False)])
 def test_a_token_with_characters_that_no_header_has(daemon, monkeypatch, token, good):
-    """One that was read from a file may end in a line break; another must not end a job."""
+    """One that was read from a file may end in a line break; no log may say it."""
     daemon.tokens = {"good": ["gpu-control"]}
     monkeypatch.setenv("ZEUSD_TOKEN", token)
     told = contextlib.nullcontext()

@@ -23,6 +23,7 @@ from waiting_plans import plans_are_waited_for
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import one_clock_plans
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
@@ -230,11 +231,15 @@ def step_of_ones(schedule: Any, case: Case, rank: int) -> None:
     schedule.step(*inputs, target=target)
 
 
-def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
-    """What a second attach says beside the first, and the levels of those that follow it."""
+def attach_again(rank: int, case: Case, root: Path) -> tuple[str, str, list[str]]:
+    """What is said of facts without names, and of a second attach; the levels of those behind."""
     emulate(rank, case, root)
     schedule, _ = make(case, rank, dist.get_world_size())
-    refused, levels = "", []
+    facts, refused, levels = "", "", []
+    try:
+        attach(schedule, facts=["GPT", 24])  # type: ignore[arg-type]
+    except EnvPipeError as error:
+        facts = str(error)
     for _ in range(2):
         pipeline = attach(schedule, say=lambda text: None)
         try:
@@ -245,7 +250,7 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
             step_of_ones(schedule, case, rank)
         levels.append(str(pipeline.level))
         pipeline.end_training()
-    return refused, levels
+    return facts, refused, levels
 
 
 def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[bytes]]:

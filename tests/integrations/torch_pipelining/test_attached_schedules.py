@@ -243,7 +243,9 @@ def test_a_level_that_cannot_be_had_is_an_error_on_every_rank(pool, tmp_path):
 
 
 def test_one_attach_at_a_time_and_another_after_it(pool, tmp_path):
-    for refused, levels in pool.run(attached_ranks.attach_again, Case("Schedule1F1B"), tmp_path):
+    told = pool.run(attached_ranks.attach_again, Case("Schedule1F1B"), tmp_path)
+    for facts, refused, levels in told:
+        assert "values by name (got GPT, 24)" in facts
         assert "attached to this schedule already" in refused
         assert levels == [ORDER, ORDER]
 

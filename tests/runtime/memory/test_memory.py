@@ -216,12 +216,11 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all(lacks, caplog):
 
     def run(stage, work, memory):
         run_units(work, schedule.stages[stage], memory, watched=lacks != "units")
-        assert memory.peak_bytes() is None
         if lacks.startswith("readings") and stage == 1:
             del memory._readings[0]
         memory.learn(schedule, SPECS)
         memory.predict(schedule)
-        memory.compare(memory.peak_bytes())
+        memory.compare()
         return memory.stages
 
     assert job.everywhere(run) == [None] * 3
@@ -249,7 +248,7 @@ def test_the_peak_of_units_stays_theirs_when_the_step_has_followed():
         work.end_iteration()
         work.step()
         assert memory._source.most > peak
-        assert memory.peak_bytes() == peak
+        assert memory.peak_bytes == peak
         return True
 
     assert job.everywhere(run) == [True, True]
@@ -266,7 +265,7 @@ def test_the_measured_peak_is_held_against_the_prediction(caplog):
             if stage == 1:
                 work.memory.take(leak)
             run_units(work, schedule.stages[stage], memory)
-            memory.compare(memory.peak_bytes())
+            memory.compare()
             work.end_iteration()
             return memory.stages
 
@@ -343,7 +342,7 @@ def test_an_order_that_runs_on_without_its_memory_is_compared_with_nothing():
     def run(stage, work, memory):
         with pytest.raises(MemoryFullError):
             memory.predict(job.own)
-        memory.compare(memory.peak_bytes())
+        memory.compare()
         return {own.measured_peak_bytes for own in memory.stages}
 
     assert job.everywhere(run) == [{None}] * 2
