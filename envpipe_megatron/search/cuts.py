@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.search.configuration import Job, Recomputed
-from envpipe_megatron.search.layer_profile import Pieces, Sizes
+from envpipe_megatron.search.configuration import Job, Recomputed, Shape
+from envpipe_megatron.search.layer_profile import Pieces
 from envpipe_megatron.search.runs import (
     BETTER,
     PieceRuns,
@@ -30,17 +29,6 @@ from envpipe_megatron.search.runs import (
 _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
 #: Numbers of an array over prices.
 _BLOCK = 1_000_000
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A configuration but for its cut and recomputation: all stages have the same sizes."""
-
-    sizes: Sizes
-    num_stages: int
-    data_parallel: int
-    num_chunks: int
-    num_microbatches: int
 
 
 class ShapeCuts:

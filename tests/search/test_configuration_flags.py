@@ -7,9 +7,9 @@ from whole_layers import whole_layers
 from envpipe_megatron.search.configuration import (
     Job,
     Recomputed,
+    Shape,
     megatron_flags,
 )
-from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import Sizes
 from envpipe_megatron.search.space import MegatronSpace, Space
 
