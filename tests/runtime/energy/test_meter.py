@@ -168,8 +168,8 @@ def test_a_counter_that_goes_back_begins_anew(gpu, meter):
 def test_a_counter_that_goes_back_while_a_window_is_looked_at_spoils_it(gpu, meter):
     """One call of `window` reads from the process that reads the counter more than once."""
     at(meter, gpu, *np.arange(0.1, 2.05, 0.1))
-    told = iter([[], [EnergyReading(energy_j=1.0, time_s=2.1)]])
-    reader = SimpleNamespace(error=None, take=lambda: iter(next(told, [])), close=lambda: None)
+    heard = iter([[], [EnergyReading(energy_j=1.0, time_s=2.1)]])
+    reader = SimpleNamespace(error=None, take=lambda: iter(next(heard, [])), close=lambda: None)
     meter._reader = reader
     with pytest.raises(MeterError, match="went back"):
         meter.window(1.0, 2.0)
