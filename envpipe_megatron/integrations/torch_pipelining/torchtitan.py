@@ -95,11 +95,15 @@ def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callabl
 
     @functools.wraps(log)
     def with_energy(*args: Any, **kwargs: Any) -> Any:
-        report, given = pipeline.report(), signature.bind(*args, **kwargs)
+        report = pipeline.report()
         pipeline.say(report.line().strip(" |"))
-        if _MORE in signature.parameters:
+        if _MORE in kwargs:  # also one that hands on all that it gets
+            kwargs[_MORE] = {**(kwargs[_MORE] or {}), **report.scalars()}
+        elif _MORE in signature.parameters:
+            given = signature.bind(*args, **kwargs)
             given.arguments[_MORE] = {**(given.arguments.get(_MORE) or {}), **report.scalars()}
-        return log(*given.args, **given.kwargs)
+            args, kwargs = given.args, given.kwargs
+        return log(*args, **kwargs)
 
     return with_energy
 

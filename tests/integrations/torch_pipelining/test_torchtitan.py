@@ -116,6 +116,11 @@ def test_a_trainer_trains_with_energy_in_its_metrics_and_no_checkpoint_in_the_bi
             lambda log: log(step=1, global_avg_loss=0.5),
             (1, {"envpipe": 2}),
         ),
+        (
+            lambda step, **more: (step, more),
+            lambda log: log(1, extra_metrics={"lr": 1}),
+            (1, {"extra_metrics": {"lr": 1, "envpipe": 2}}),
+        ),
     ],
 )
 def test_functions_of_the_users_are_called_with_their_own_arguments(
