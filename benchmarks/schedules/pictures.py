@@ -160,7 +160,9 @@ def draw(cases: Iterable[Case], folder: Path) -> None:
     charts = plan_charts([case.plan for case in drawn.values()], axis_s)
     for (name, case), chart in zip(drawn.items(), charts, strict=True):
         path = folder / f"{name}.png"
-        chart = replace(chart, title="\n".join(filter(None, (chart.title, _note(case, axis_s)))))
+        caption, *more = chart.title.splitlines()
+        lines = filter(None, (caption, _note(case, axis_s), *more))
+        chart = replace(chart, title="\n".join(lines))
         save([chart], f"Order: {case.order}. Clocks: {case.clocks}.", path)
         # A palette: half the bytes, and a page of six pictures loads at once.
         with Image.open(path) as picture:

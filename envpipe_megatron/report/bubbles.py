@@ -9,7 +9,7 @@ those of a preset's model of the GPU, from the measured times at full clock.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,19 +68,15 @@ class Bubbles:
     Args:
         iterations: how many were looked at.
         pipeline_s: from the first unit to the last.
-        even_s: the same if all stages took as long as their mean, in the same order.
         schedule: the pipeline's order.
         unit_s: [num_stages, units_per_stage] durations, means over pipelines too.
-        stragglers: GPUs that are slower than their stage's others, with the share.
     """
 
     iterations: int
     pipeline_s: float
-    even_s: float
     gpus: tuple[GpuTime, ...]
     schedule: Schedule
     unit_s: FloatArray
-    stragglers: tuple[tuple[PlacedGpu, float], ...]
 
     @property
     def share(self) -> float:
@@ -93,6 +89,27 @@ class Bubbles:
         """The stage whose units take the longest, and by which share beyond the mean stage."""
         by_stage_s = self.unit_s.sum(axis=1)
         return int(by_stage_s.argmax()), float(by_stage_s.max() / by_stage_s.mean() - 1)
+
+    @property
+    def even_s(self) -> float:
+        """Time of the pipeline if all stages took as long as their mean, in the same order."""
+        by_stage_s = self.unit_s.sum(axis=1, keepdims=True)
+        even = Timeline(self.schedule, self.unit_s * by_stage_s.mean() / by_stage_s)
+        now = Timeline(self.schedule, self.unit_s)
+        return self.pipeline_s - (now.iteration_time_s - even.iteration_time_s)
+
+    @property
+    def stragglers(self) -> list[tuple[PlacedGpu, float]]:
+        """GPUs that are slower than their stage's others, with the share."""
+        by_stage: dict[int, list[GpuTime]] = {}
+        for each in self.gpus:
+            by_stage.setdefault(each.gpu.stage, []).append(each)
+        found = []
+        for own in by_stage.values():
+            usual_s = statistics.median_low([each.units_s for each in own])
+            slow = (each for each in own if each.units_s > (1 + _STRAGGLES) * usual_s)
+            found += [(each.gpu, each.units_s / usual_s - 1) for each in slow]
+        return found
 
 
 def find_bubbles(
@@ -133,15 +150,7 @@ def find_bubbles(
         for rank, gpu in gpus.items()
         if rank in ranks
     )
-    mean_s: FloatArray = unit_s.mean(axis=0)
-    by_stage_s = mean_s.sum(axis=1, keepdims=True)
-    even = Timeline(schedule, mean_s * by_stage_s.mean() / by_stage_s)
-    more_s = Timeline(schedule, mean_s).iteration_time_s - even.iteration_time_s
-    pipeline_s = float(spans_s.mean())
-    return Bubbles(
-        len(latest), pipeline_s, pipeline_s - more_s, times, schedule, mean_s,
-        tuple(_stragglers(times)),
-    )  # fmt: skip
+    return Bubbles(len(latest), float(spans_s.mean()), times, schedule, unit_s.mean(axis=0))
 
 
 def _at_full_clock(
@@ -173,17 +182,6 @@ def _span_s(reads: Sequence[RankIteration]) -> float:
     begins_s = [read.begin_s + 1e-6 * float(read.start_us[0]) for read in together]
     ends_s = [read.begin_s + 1e-6 * float(read.end_us[-1]) for read in together]
     return max(ends_s) - min(begins_s)
-
-
-def _stragglers(times: Sequence[GpuTime]) -> Iterable[tuple[PlacedGpu, float]]:
-    by_stage: dict[int, list[GpuTime]] = {}
-    for each in times:
-        by_stage.setdefault(each.gpu.stage, []).append(each)
-    for own in by_stage.values():
-        usual_s = statistics.median_low([each.units_s for each in own])
-        for each in own:
-            if each.units_s > (1 + _STRAGGLES) * usual_s:
-                yield each.gpu, each.units_s / usual_s - 1
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,6 @@ class UnitTable:
             controlled; `joules` and `watts` are NaN where no profile prices the unit, `slack_ms`
             where its order is no whole pipeline's; `critical` is 1 for units on the path that sets
             the iteration's time, `envelope` for those of the outer envelope.
-        waits: of GPUs in these iterations: columns `iteration`, `row`, `begin` and `end`.
     """
 
     gpus: tuple[PlacedGpu, ...]
@@ -72,7 +71,6 @@ class UnitTable:
     shown: tuple[int, int]
     recorded: int
     columns: Mapping[str, NDArray[Any]]
-    waits: Mapping[str, NDArray[Any]]
 
 
 def unit_table(
@@ -100,14 +98,8 @@ def unit_table(
         name: np.concatenate([part[name] for part in parts], dtype=kind, casting="unsafe")
         for name, kind in _COLUMNS.items()
     }
-    return UnitTable(
-        gpus,
-        tuple(kept),
-        (kept.index(before), kept.index(after)),
-        len(iterations),
-        columns,
-        _waits(columns),
-    )
+    shown = kept.index(before), kept.index(after)
+    return UnitTable(gpus, tuple(kept), shown, len(iterations), columns)
 
 
 def _parts(
@@ -164,7 +156,7 @@ def _described(order: str) -> dict[str, NDArray[Any]]:
     return {"kind": kind, "label": np.array(labels, object), "height": heights}
 
 
-def _waits(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def waits_of(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return columns `iteration`, `row`, `begin` and `end` of what lies between units of a row.
 
     Rows begin at 0, and end with the last unit of their iteration. Units of a row lie together, in
@@ -291,7 +283,7 @@ def _marks(units: Mapping[str, NDArray[Any]], colourings: Sequence[Colouring]) -
         shown = ("row", "begin", "end", "height", "label", "mhz")
         return {name: units[name][mask].tolist() for name in shown}
 
-    waits = {name: values.tolist() for name, values in _waits(units).items()}
+    waits = {name: values.tolist() for name, values in waits_of(units).items()}
     critical = np.flatnonzero(there & (units["critical"] == 1))
     path = critical[np.argsort(units["begin"][critical], kind="stable")]
     # Below the label in each row, so that both stay readable.

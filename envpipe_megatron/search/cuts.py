@@ -9,16 +9,15 @@ that a stage needs within a time is as much its own (`ShapeCuts.energy_weights`)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.search.configuration import Job, Recomputed
-from envpipe_megatron.search.layer_profile import Pieces, Sizes
+from envpipe_megatron.search.configuration import Job, Recomputed, Shape
+from envpipe_megatron.search.layer_profile import Pieces
 from envpipe_megatron.search.runs import (
     BETTER,
     PieceRuns,
@@ -30,17 +29,6 @@ from envpipe_megatron.search.runs import (
 _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
 #: Numbers of an array over prices.
 _BLOCK = 1_000_000
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A configuration but for its cut and recomputation: all stages have the same sizes."""
-
-    sizes: Sizes
-    num_stages: int
-    data_parallel: int
-    num_chunks: int
-    num_microbatches: int
 
 
 class ShapeCuts:
@@ -84,11 +72,11 @@ class ShapeCuts:
         self._until = [until for _, until in stages]
         self.forced_s = self._forced_s()
 
-    def _stage(self, stage: int, runs: PieceRuns) -> tuple[FloatArray, dict[str | None, IntArray]]:
+    def _stage(self, stage: int, runs: PieceRuns) -> tuple[FloatArray, dict[str, IntArray]]:
         """Return a stage's `time_s`, and for each way until which piece runs recompute by it."""
         of_parameters_bytes = runs.sums(self._static_bytes)
         in_flight = min(self.shape.num_microbatches, self.shape.num_stages - stage)
-        ways = {}
+        ways, least_s = {}, np.full(runs.end.shape, np.inf)
         for name, layers in self._ways:
             way = runs.pieces.ways[name]
             until = runs.recomputed_until(
@@ -96,8 +84,10 @@ class ShapeCuts:
             )
             fits = runs.inside & (until <= runs.end)
             again_s = way.again_s[np.where(fits, until, runs.first)] - way.again_s[runs.first]
-            ways[name] = until, np.where(fits, runs.time_s + again_s, np.inf)
-        least_s = np.minimum.reduce([way_s for _, way_s in ways.values()])
+            way_s = np.where(fits, runs.time_s + again_s, np.inf)
+            least_s = np.minimum(least_s, way_s)
+            if name is not None:
+                ways[name] = until, way_s
         return least_s, {
             name: np.where((runs.time_s < way_s) & (way_s == least_s), until, runs.first)
             for name, (until, way_s) in ways.items()
@@ -168,26 +158,21 @@ class ShapeCuts:
         Infinite where a run forces more than `within_s`. A stage can spread its microbatches over
         the iteration less the way of the first forward there and of the last backward back.
         """
-        places = [np.nonzero(force <= within_s) for force in self.forced_s]
-
-        def gather(by_stage: Iterable[IntArray]) -> IntArray:
-            """Return [num_runs] of all stages."""
-            return np.concatenate([of[at] for of, at in zip(by_stage, places, strict=True)])
-
-        first = gather(np.broadcast_to(runs.first, runs.end.shape) for runs in self.runs)
-        end, by_clock = gather(runs.end for runs in self.runs), self.pieces.by_clock
-        forward = [sums[end] - sums[first] for sums in by_clock[Kind.FORWARD]]
-        backward = [sums[end] - sums[first] for sums in by_clock[Kind.BACKWARD]]
-        for name in self._until[0]:
-            until = gather(by_way[name] for by_way in self._until)
-            again = (sums[until] - sums[first] for sums in by_clock[name])
-            backward = [each + more for each, more in zip(backward, again, strict=True)]
-        window_s = (longest_s - self.pieces.time_s[first]) / self.shape.num_microbatches
-        energy_j = least_energy_j([forward, backward], window_s, blocking_power_w)
-        ends = np.cumsum([len(rows) for rows, _ in places])
-        weights = [np.full(force.shape, np.inf) for force in self.forced_s]
-        for weight, at, own_j in zip(weights, places, np.split(energy_j, ends[:-1]), strict=True):
-            weight[at] = own_j
+        by_clock, weights = self.pieces.by_clock, []
+        for runs, force, by_way in zip(self.runs, self.forced_s, self._until, strict=True):
+            at = np.nonzero(force <= within_s)
+            first, end = runs.nodes[runs.rows][at[0]], runs.end[at]
+            forward, backward = (
+                [sums[end] - sums[first] for sums in by_clock[kind]]
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+            )
+            for name, until in by_way.items():
+                again = (sums[until[at]] - sums[first] for sums in by_clock[name])
+                backward = [each + more for each, more in zip(backward, again, strict=True)]
+            window_s = (longest_s - self.pieces.time_s[first]) / self.shape.num_microbatches
+            weight = np.full(force.shape, np.inf)
+            weight[at] = least_energy_j([forward, backward], window_s, blocking_power_w)
+            weights.append(weight)
         return weights
 
 

@@ -168,11 +168,8 @@ class PlannedJob:
         self.ranks_per_node = ranks_per_node or _USUAL_NODE
         tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
         of_one: int = self.stages * tensor * context
-        self.ranks = of_one
-        if nodes:
-            self.ranks = nodes * self.ranks_per_node
-        elif ranks_per_node:
-            self.ranks = math.lcm(of_one, ranks_per_node)
+        as_few = math.lcm(of_one, ranks_per_node or 1)
+        self.ranks = nodes * self.ranks_per_node if nodes else as_few
         if self.ranks % of_one:
             raise EnvPipeError(
                 f"{self.ranks} ranks cannot be divided into pipelines of {of_one}",

@@ -21,7 +21,7 @@ from envpipe_megatron.report.charts import (
     Marks,
     View,
 )
-from envpipe_megatron.report.units import KINDS, MOST_UNITS, UnitTable
+from envpipe_megatron.report.units import KINDS, MOST_UNITS, UnitTable, waits_of
 from envpipe_megatron.report.views import gpu_rows
 
 _KIND_COLOURS = {
@@ -61,8 +61,8 @@ def timelines_view(table: UnitTable) -> View:
     columns = {name: values for name, values in table.columns.items() if name != "envelope"}
     columns["middle"] = (columns["begin"] + columns["end"]) / 2
     columns["group"] = columns.pop("iteration")
-    waits = {**table.waits, "group": table.waits["iteration"]}
-    del waits["iteration"]
+    waits = waits_of(table.columns)
+    waits["group"] = waits.pop("iteration")
     on_path = columns["critical"] == 1
     path = {name: columns[name][on_path] for name in ("group", "row", "begin", "end")}
     ways = _colourings(columns)
