@@ -1,11 +1,13 @@
 """The channel's making: what carries messages between which stages, agreed by all ranks."""
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -373,6 +375,10 @@ def test_a_closed_channel_leaves_no_group(monkeypatch):
     job, gone = MadeUpJob(monkeypatch, 3), []
     channels = job.channels(carrier="receives")
     monkeypatch.setattr(dist, "destroy_process_group", gone.append, raising=False)
+    with monkeypatch.context() as full:  # of threads: the groups stay, and training goes on
+        full.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError))
+        channels[0].close()
+    assert not gone
     for rank, channel in enumerate(channels):
         gone.clear()
         channel.close()
