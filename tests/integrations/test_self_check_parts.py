@@ -75,6 +75,17 @@ def test_each_run_begins_where_the_first_one_did():
     assert ended[0][2] == 2
 
 
+def test_data_that_come_in_the_same_memory_are_those_of_the_first_run():
+    """Else training would go on from gradients of the last microbatch only."""
+    from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
+
+    buffer = torch.zeros(1)
+    source = (buffer.fill_(number) for number in range(3))
+    iteration = RepeatedIteration([], source)
+    for _ in range(2):
+        assert iteration.run(lambda data: [item.item() for item in data]) == [0.0, 1.0, 2.0]
+
+
 def test_sums_for_the_log_are_those_of_one_run():
     from megatron.core.transformer.moe import moe_utils
 

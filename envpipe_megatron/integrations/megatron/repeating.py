@@ -82,10 +82,13 @@ class RepeatedIteration:
 
 
 def _items(source: Iterator[Any]) -> Iterator[Any]:
-    """Yield what is left of a source, of which Megatron's have no other method than `next`."""
+    """Yield what is left of a source, of which Megatron's have no other method than `next`.
+
+    As copies: a source may fill the same memory with its next item.
+    """
     with suppress(StopIteration):
         while True:
-            yield next(source)
+            yield _copy_of(next(source))
 
 
 def _copy_of(item: Any) -> Any:
