@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from copy import copy
+from copy import copy, deepcopy
 from itertools import tee
 from typing import Any
 
@@ -92,14 +92,18 @@ def _items(source: Iterator[Any]) -> Iterator[Any]:
 
 
 def _copy_of(item: Any) -> Any:
-    """Return a copy of an item's containers, tensors, and generators of random numbers."""
+    """Return a copy of an item, but for what cannot be copied, such as locks."""
     if type(item) in (list, tuple):
         return type(item)(map(_copy_of, item))
     if type(item) is dict:
         return {key: _copy_of(value) for key, value in item.items()}
     if isinstance(item, torch.Generator):
         return item.clone_state()
-    return item.clone() if isinstance(item, torch.Tensor) else item
+    if isinstance(item, torch.Tensor):
+        return item.clone()
+    with suppress(Exception):  # of a class of its own, which forwards may change too
+        return deepcopy(item)
+    return item
 
 
 def _random_states() -> Callable[[], None]:
