@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import re
 import sys
@@ -69,6 +70,8 @@ class ErrorsAsMessages(click.Group):
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command line; what it prints is written when this ends, or it fails."""
         code = 1
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")  # names that its encoding lacks
         try:
             try:
                 return super().main(*args, **named)

@@ -168,6 +168,16 @@ def test_the_interpreter_has_nothing_to_add():
     assert ended.stderr.count("\n") == 1
 
 
+def test_names_that_a_terminal_cannot_show(tmp_path, monkeypatch, profile_path):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    for name in ("pl\u00e4n.json", "pl\udce4n.json"):  # the other is Latin-1's, as of an old disk
+        plan_for(profile_path, tmp_path / name)
+        words = ["compare", tmp_path / name, "--profile", profile_path]
+        command = [sys.executable, "-m", "envpipe_megatron.cli", *words]
+        ended = subprocess.run(command, capture_output=True, check=True, text=True)
+        assert name.encode("ascii", "backslashreplace").decode() in ended.stdout
+
+
 def test_a_plan_for_a_device_that_is_full(profile_path):
     words = ["plan", "--profile", profile_path, "--num-microbatches", 4, "--blocking-power", 80]
     assert "/dev/full: No space left on device" in run_badly(*words, "--output", "/dev/full")
