@@ -5,14 +5,12 @@ Enter at `report_facts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from envpipe_megatron.formats.account import NO_TARIFF, Tariff, account_lines
-from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.bill import Bill, num_gpus
 from envpipe_megatron.formats.energy import FRAMEWORK, OUTSIDE_STEPS, Phase, read_step
-from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
 from envpipe_megatron.report.bubbles import Bubbles, Predicted, find_bubbles, predict
 from envpipe_megatron.report.run_folder import RunFolder
@@ -66,11 +64,6 @@ class ReportFacts:
     bubbles: Bubbles | None = None
     predicted: Predicted | None = None
     changed_nothing: bool = False
-
-
-def num_gpus(sums: Iterable[EnergySums]) -> int:
-    """Return how many members of the job sums are of: a rank may have had several GPUs."""
-    return len({own.last.member for own in sums if own.last})
 
 
 def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
