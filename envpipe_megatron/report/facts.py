@@ -109,6 +109,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     compared = compare(*means) if means else None
     if compared is None and steady and baseline and baseline.time_s:
         compared = compare(steady, baseline)
+    comparisons = ({"": compared} if compared else {}) | bill.comparisons()
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
 
@@ -123,7 +124,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         average("baseline", _WARMUP, baseline),
         average(_STEADY, _STEADY, steady),
         compared,
-        tuple(account_lines(bill, tariff, {"": compared} if compared else {})),
+        tuple(account_lines(bill, tariff, comparisons)),
         bill,
         tuple(notes),
     )
