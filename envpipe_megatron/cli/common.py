@@ -25,11 +25,11 @@ from envpipe_megatron.formats.account import INTENSITY_VARIABLE, PRICE_VARIABLE
 
 
 class _Output(click.Path):
-    """A path to write to; an empty one, as of a shell's variable that is not set, is refused."""
+    """A path to write to; refuses an empty one, as of a shell's variable that is not set, and -."""
 
     def convert(self, value: Any, *of: Any) -> Any:
-        if not str(value):
-            self.fail("a path is wanted, and this is empty", *of)
+        if str(value) in ("", "-"):
+            self.fail(f"a path is wanted, and this is {value or 'empty'}", *of)
         return super().convert(value, *of)
 
 

@@ -255,8 +255,10 @@ def _completed(
             settings[f"--{name.replace('_', '-')}"], known[name] = found, found[0]
     for name, (form, words) in _FORMS.items():
         if known[name] is not None and not re.fullmatch(form, known[name]):
+            option = f"--{name.replace('_', '-')}"
+            origin = settings[option][1] if option in settings else name.upper()
             raise EnvPipeError(
-                f"--{name.replace('_', '-')} (or {name.upper()}) is not {words}",
+                f"{option} (or {origin}) is not {words}",
                 value=known[name],
                 remedy="Correct it.",
             )

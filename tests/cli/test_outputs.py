@@ -57,6 +57,8 @@ def test_an_output_of_a_variable_that_is_not_set_is_refused(folder, command):
     result = run(command, "--output", "", *COMMANDS.get(command, ()))
     assert result.exit_code == 2
     assert "'--output': a path is wanted, and this is empty" in result.output
+    result = run(command, "--output", "-", *COMMANDS.get(command, ()))
+    assert "'--output': a path is wanted, and this is -" in result.output
 
 
 #: What each command reads, before and behind the option of its output.
