@@ -167,8 +167,8 @@ def _warn_of_links(profile: LayerProfile, job: Job) -> None:
     links = profile.links
     if job.num_gpus > 1 and links.within_node is None and not links.all_reduce:
         logger.warning(
-            "The profile knows no links: messages and reductions are taken to cost nothing. Profile "
-            "the layers on two GPUs or more."
+            "The profile knows no links: messages and reductions are taken to cost nothing. "
+            "Profile the layers on two GPUs or more."
         )
     elif job.num_gpus > job.gpus_per_node and links.across_nodes is None:
         logger.warning(
