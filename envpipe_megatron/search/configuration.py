@@ -308,23 +308,28 @@ def _layout_text(stages: Sequence[str]) -> str:
 
 
 def _recomputation(profile: LayerProfile, configuration: Configuration) -> Iterator[str]:
-    by_stage = [stage.recomputed for stage in configuration.stages]
+    stages = configuration.stages
+    pieces, by_stage = profile.sums(stages[0].sizes), [stage.recomputed for stage in stages]
     most = max(count for _, count in by_stage)
-    for name, count in ((FULL, most), (SELECTIVE, len(profile.pieces))):
-        if most and all(_alike(profile, stage, name, count) for stage in configuration.stages):
+    for name, count in ((FULL, most), (SELECTIVE, pieces.num_pieces)):
+        if not most or name not in pieces.ways:
+            continue
+        alike = [recomputed_at_most(pieces, stage.chunks, (name, count)) for stage in stages]
+        if alike == by_stage:
             yield f"--recompute-granularity {name}" + " --recompute-method block" * (name == FULL)
             if name == FULL:
                 yield f"--recompute-num-layers {count}"
             return
     if most:
-        stages = ",".join("none" if name is None else f"{name}:{count}" for name, count in by_stage)
-        yield f"--envpipe --envpipe-recompute {stages}"
+        texts = ("none" if name is None else f"{name}:{count}" for name, count in by_stage)
+        yield f"--envpipe --envpipe-recompute {','.join(texts)}"
 
 
-def _alike(profile: LayerProfile, stage: StageLayout, name: str, count: int) -> bool:
-    """Check that a stage recomputes the first `count` layers of each chunk, or all it has."""
-    measures, (own_name, own) = profile.at(stage.sizes), stage.recomputed
-    names = (profile.pieces[first:end] for first, end in stage.chunks)
-    able = [sum(measures[piece].way(name) is not None for piece in chunk) for chunk in names]
-    own = own if own_name == name else 0
-    return all(min(own, layers) == min(count, layers) for layers in able)
+def recomputed_at_most(
+    pieces: Pieces, chunks: Sequence[tuple[int, int]], recomputed: Recomputed
+) -> Recomputed:
+    """Return what a stage recomputes: no more than the pieces of a chunk that know the way."""
+    name, count = recomputed
+    known = pieces.ways[name].known
+    count = int(min(count, max(known[end] - known[first] for first, end in chunks)))
+    return (name, count) if count else (None, 0)

@@ -72,11 +72,11 @@ class ShapeCuts:
         self._until = [until for _, until in stages]
         self.forced_s = self._forced_s()
 
-    def _stage(self, stage: int, runs: PieceRuns) -> tuple[FloatArray, dict[str | None, IntArray]]:
+    def _stage(self, stage: int, runs: PieceRuns) -> tuple[FloatArray, dict[str, IntArray]]:
         """Return a stage's `time_s`, and for each way until which piece runs recompute by it."""
         of_parameters_bytes = runs.sums(self._static_bytes)
         in_flight = min(self.shape.num_microbatches, self.shape.num_stages - stage)
-        ways = {}
+        ways, least_s = {}, np.full(runs.end.shape, np.inf)
         for name, layers in self._ways:
             way = runs.pieces.ways[name]
             until = runs.recomputed_until(
@@ -84,8 +84,10 @@ class ShapeCuts:
             )
             fits = runs.inside & (until <= runs.end)
             again_s = way.again_s[np.where(fits, until, runs.first)] - way.again_s[runs.first]
-            ways[name] = until, np.where(fits, runs.time_s + again_s, np.inf)
-        least_s = np.minimum.reduce([way_s for _, way_s in ways.values()])
+            way_s = np.where(fits, runs.time_s + again_s, np.inf)
+            least_s = np.minimum(least_s, way_s)
+            if name is not None:
+                ways[name] = until, way_s
         return least_s, {
             name: np.where((runs.time_s < way_s) & (way_s == least_s), until, runs.first)
             for name, (until, way_s) in ways.items()

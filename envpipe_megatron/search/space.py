@@ -26,6 +26,7 @@ from envpipe_megatron.search.configuration import (
     Shape,
     StageLayout,
     parameter_bytes,
+    recomputed_at_most,
 )
 from envpipe_megatron.search.cuts import ShapeCuts
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Pieces
@@ -163,12 +164,8 @@ class MegatronSpace:
     ) -> StageLayout:
         starts = range(stage, len(slots) - 1, shape.num_stages)
         chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
-        name, count = recomputed
-        known = self.pieces(shape).ways[name].known
-        count = int(min(count, max(known[end] - known[first] for first, end in chunks)))
-        return StageLayout(
-            chunks, shape.sizes, shape.data_parallel, (name, count) if count else (None, 0)
-        )
+        least = recomputed_at_most(self.pieces(shape), chunks, recomputed)
+        return StageLayout(chunks, shape.sizes, shape.data_parallel, least)
 
     def _plain(self, shape: Shape, within_s: float) -> Candidate | None:
         best, best_s, count = None, math.inf, self.pieces(shape).num_pieces

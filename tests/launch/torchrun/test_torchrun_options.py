@@ -162,6 +162,8 @@ def test_processes_by_default(gpus, processes, environ):
     assert options(plan) == (f"--nproc-per-node={processes}",)
     no_gpus = here("train.py", gpus=gpus, **SLURM | {"SLURM_GPUS_ON_NODE": "0"})
     assert no_gpus.read.nproc_per_node == processes
+    told = refused("train.py", **SLURM | {"SLURM_GPUS_ON_NODE": "a100:8"})
+    assert "--nproc-per-node (or SLURM_GPUS_ON_NODE) is not a number from 1" in told
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,11 @@ def test_wrong_numbers_of_nodes_and_processes_are_named(name, good, bad, message
         told = refused("train.py", **TWO_NODES | {name: value})
         assert message in told
         assert value in told
+
+
+def test_a_wrong_number_of_nodes_of_a_standalone_start_is_named(monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "two")  # which torchrun's parser reads itself
+    assert "--nnodes (or NNODES) is not a number" in refused("--standalone", "train.py")
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
