@@ -128,6 +128,8 @@ def test_a_job_that_cannot_bill_gives_back_what_it_has_all_the_same(monkeypatch)
     with pytest.raises(CollectivesError):
         job.end()
     assert made.closed
+    job.begin_step(1)  # a schedule that was attached is the framework's again
+    made.session.begin_step.assert_not_called()
 
 
 def test_a_bill_that_fails_ends_no_job(monkeypatch, caplog):
