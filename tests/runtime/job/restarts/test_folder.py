@@ -93,9 +93,10 @@ def test_keys_have_all_that_profile_and_baseline_rest_on(tmp_path):
     assert job["starts"] == [made.started, again.started]
     assert made.found.starts == ()
     assert again.found == StoredJob((made.started,))
-    resumed(config, error=GpuError("of a test"))
-    units = json.loads((tmp_path / "job.json").read_text())["units"]
-    assert units["envpipe_power_limit_w"] is None
+    for error in (GpuError("of a test"), AttributeError("of a driver's library")):
+        resumed(config, error=error)
+        units = json.loads((tmp_path / "job.json").read_text())["units"]
+        assert units["envpipe_power_limit_w"] is None
 
 
 @pytest.mark.parametrize("lacks", ["output", "fingerprint"])
