@@ -34,6 +34,7 @@ for parallel programming', IFIP 1974). The tests check this by search.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -113,10 +114,8 @@ def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
         )
     num_stages, width = schedule.num_stages, schedule.units_per_stage
     limit = schedule.num_units if capacity is None else capacity
-    channels = _Channels(schedule)
-    source, target = channels.taken_from.tolist(), channels.sent_to.tolist()
-    senders, receivers = channels.sender.tolist(), channels.receiver.tolist()
-    needed, sent, received = channels.needed.tolist(), [0] * len(senders), [0] * len(senders)
+    taken_from, sent_to, needed = _channels(schedule)
+    sent, received = Counter[int](), Counter[int]()
     position = [stage * width for stage in range(num_stages)]
     behind_send = [-1] * num_stages  # the channel in whose last send a stage still waits
     runnable = list(range(num_stages))
@@ -127,26 +126,26 @@ def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
             behind = -1
             if node == end:
                 break
-            channel = source[node]
+            channel = taken_from[node]
             if channel >= 0:
                 if received[channel] < min(sent[channel], needed[node]):
                     received[channel] = min(sent[channel], needed[node])
-                    runnable.append(senders[channel])
+                    runnable.append(channel // num_stages % num_stages)
                 if sent[channel] < needed[node]:
                     break
-            behind = target[node]
+            behind = sent_to[node]
             if behind >= 0:
                 sent[behind] += 1
-                runnable.append(receivers[behind])
+                runnable.append(behind % num_stages)
             node += 1
         position[stage], behind_send[stage] = node, behind
 
     stuck = []
     for stage, (node, behind) in enumerate(zip(position, behind_send, strict=True)):
         if behind >= 0:
-            node, peer = node - 1, receivers[behind]
+            node, peer = node - 1, behind % num_stages
         elif node < (stage + 1) * width:
-            peer = senders[source[node]]
+            peer = taken_from[node] // num_stages % num_stages
         else:
             continue
         unit = schedule.unit_at(node).label(schedule.num_chunks)
@@ -180,30 +179,23 @@ def slots_of(schedule: Schedule, most: int) -> int:
     return max(needed, min(most, max(_USUAL_SLOTS, 2 * needed)))
 
 
-class _Channels:
-    """The channels of a schedule, each of one kind of message from one stage to one other.
+def _channels(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
+    """Return [num_units] the channels of each node's input and output, or -1, and a count.
 
-    `taken_from` and `sent_to`, [num_units], are the channel of each node's input and output, or -1;
-    `needed`, [num_units], how many of its messages must have come for that input; `sender` and
-    `receiver` the stages of each channel.
+    Of the channel's messages, so many must have come for that input. The channel of a kind from a
+    stage to another is `(kind * num_stages + stage) * num_stages + other`.
     """
-
-    def __init__(self, schedule: Schedule) -> None:
-        stages, width, sources = (
-            schedule.num_stages,
-            schedule.units_per_stage,
-            schedule.cross_dependency,
-        )
-        receivers = np.flatnonzero(sources >= 0)
-        receivers = receivers[np.argsort(sources[receivers], kind="stable")]
-        names = schedule.is_backward.ravel()[receivers] * stages + sources[receivers] // width
-        names = names * stages + receivers // width
-        channels, own = np.unique(names, return_inverse=True)
-        self.taken_from = np.full(schedule.num_units, -1)
-        self.sent_to = self.taken_from.copy()
-        self.taken_from[receivers] = self.sent_to[sources[receivers]] = own
-        self.needed = np.zeros(schedule.num_units, dtype=np.int64)
-        for channel in range(len(channels)):  # of each the receivers in the order of sending
-            takers = receivers[own == channel]
-            self.needed[takers] = np.arange(1, len(takers) + 1)
-        self.sender, self.receiver = channels // stages % stages, channels % stages
+    stages, width = schedule.num_stages, schedule.units_per_stage
+    takers = np.flatnonzero(schedule.receives)
+    sources = schedule.cross_dependency[takers]
+    in_order = np.argsort(sources)  # of sending
+    takers, sources = takers[in_order], sources[in_order]
+    kinds = schedule.is_backward.ravel()[takers]
+    channels = (kinds * stages + sources // width) * stages + takers // width
+    taken_from, sent_to = np.full((2, schedule.num_units), -1)
+    taken_from[takers] = sent_to[sources] = channels
+    needed, count = [0] * schedule.num_units, Counter[int]()
+    for taker, channel in zip(takers.tolist(), channels.tolist(), strict=True):
+        count[channel] += 1
+        needed[taker] = count[channel]
+    return taken_from.tolist(), sent_to.tolist(), needed

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.profile import Profile, at_any_clock
 from envpipe_megatron.core.schedule import Schedule
@@ -96,16 +96,6 @@ def evaluate(
     else:
         time_s, energy_j = profile.lookup(schedule, frequency_mhz)
     timeline = Timeline(schedule, time_s, conditions.latency_s, conditions.tail_by_stage_s)
-    return _bill(timeline, frequency_mhz, energy_j, conditions, park_mhz)
-
-
-def _bill(
-    timeline: Timeline,
-    frequency_mhz: IntArray,
-    energy_j: FloatArray,
-    conditions: Conditions,
-    park_mhz: IntArray | None,
-) -> Evaluation:
     asked_mhz = clock_requests(frequency_mhz, park_mhz)
     changes = np.count_nonzero(asked_mhz != np.roll(asked_mhz, 1, axis=1), axis=1)
     if conditions.wait_power_w is None:  # then the total wait is enough
@@ -133,23 +123,16 @@ def waiting_energy_j(
     if park_mhz is not None:
         parked = park_mhz > 0
         parked_s = np.where(parked, wait_s - 2 * conditions.change_time_s, 0.0)
-        _check_parking(timeline.schedule, parked, parked_s, wait_s)
+        short = np.flatnonzero(parked & (parked_s <= 0)).tolist()
+        if short:
+            raise PlanError(
+                f"'park_mhz' parks before {timeline.schedule.describe(short[0])}, where two "
+                "changes of clock do not fit into the wait (s)",
+                value=float(wait_s.ravel()[short[0]]),
+                remedy="Park only in waits longer than two changes.",
+            )
         waiting_j += (conditions.waiting_power_w(park_mhz) - power_w) * parked_s
     return waiting_j
-
-
-def _check_parking(
-    schedule: Schedule, parked: BoolArray, parked_s: FloatArray, wait_s: FloatArray
-) -> None:
-    short = np.flatnonzero(parked & (parked_s <= 0))
-    if short.size:
-        node = int(short[0])
-        raise PlanError(
-            f"'park_mhz' parks before {schedule.describe(node)}, where two changes of clock do not "
-            "fit into the wait (s)",
-            value=float(wait_s.ravel()[node]),
-            remedy="Park only in waits longer than two changes.",
-        )
 
 
 def clock_requests(frequency_mhz: IntArray, park_mhz: IntArray | None) -> IntArray:

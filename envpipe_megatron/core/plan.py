@@ -373,9 +373,11 @@ def saving_uncertainty_percent(plan: Plan) -> float | None:
 
     Linear: the saving changes with a row's energy by how many units the row prices, in the plan
     and in the baseline. Late clocks count as the clocks that come. None if a row that is used has
-    no uncertainty.
+    no uncertainty, or no row an energy.
     """
     profile, base_j = plan.profile, plan.baseline.cost.energy_j
+    if not base_j:
+        return None
     gpus = plan.conditions.gpus_by_stage
     own, base = _row_uses(plan), _row_uses(plan.baseline)
     net = own - plan.cost.energy_j / base_j * base

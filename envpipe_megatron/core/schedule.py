@@ -438,31 +438,24 @@ class Schedule:
 
     def _check_own_inputs(self) -> None:
         """Check that each unit comes after those that it needs on its own stage."""
-        block = self.num_microbatches * self.num_chunks
-        position = self._position_of_code
-        width = self.units_per_stage
-        for at, kind in enumerate(self.unit_kinds):
-            after = TRAITS[kind].after
-            if after is None:
-                continue
-            first = self.unit_kinds.index(after) * block
-            late = position[:, first : first + block]
-            early = np.argwhere(position[:, at * block : (at + 1) * block] < late)
-            if early.size:
-                stage, code = (int(x) for x in early[0])
-                own, needed = position[stage, at * block + code], late[stage, code]
-                raise self._too_early(stage * width + int(own), stage * width + int(needed))
-        nodes = np.arange(self.num_units)
-        own_stage = (self._source >= 0) & (self._source // width == nodes // width)
-        for node in nodes[own_stage & (self._source > nodes)].tolist()[:1]:
-            raise self._too_early(node, int(self._source[node]))
-
-    def _too_early(self, node: int, needed: int) -> ScheduleError:
-        own, before = (self.unit_at(at).label(self.num_chunks) for at in (node, needed))
-        return ScheduleError(
-            f"Stage {self.stage_of(node)} runs {own} before {before}",
-            remedy=f"{own} needs what {before} makes: put it later.\n{self.marked(node, needed)}",
+        kinds, width, nodes = self.unit_kinds, self.units_per_stage, np.arange(self.num_units)
+        back = self._by_kind(
+            at - kinds.index(TRAITS[kind].after or kind) for at, kind in enumerate(kinds)
         )
+        before = self.places - back * (self.num_microbatches * self.num_chunks)
+        before = np.take_along_axis(self._position_of_code, before, axis=1).ravel()
+        of_kind = nodes // width * width + before
+        source = np.where(self._source // width == nodes // width, self._source, -1)
+        for needed in (of_kind, source):
+            for node in np.flatnonzero(needed > nodes).tolist()[:1]:
+                own, first = (
+                    self.unit_at(at).label(self.num_chunks) for at in (node, needed[node])
+                )
+                raise ScheduleError(
+                    f"Stage {self.stage_of(node)} runs {own} before {first}",
+                    remedy=f"{own} needs what {first} makes: put it later.\n"
+                    + self.marked(node, needed[node]),
+                )
 
     def _check_combined(self) -> None:
         block = self.num_microbatches * self.num_chunks

@@ -19,7 +19,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -275,11 +275,18 @@ def paused(
     function: Callable[..., Any],
     does: Callable[..., bool] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that calls `pause`, with its first argument, before it `does` anything."""
+    """Return a function that calls `pause`, with its first argument, before it `does` anything.
+
+    Where that cannot be asked by its arguments, it pauses.
+    """
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if does is None or does(*args, **kwargs):
+        pauses = True
+        if does is not None:
+            with suppress(Exception):  # one of the user's may have other arguments
+                pauses = does(*args, **kwargs)
+        if pauses:
             pause(*args[:1])
         return function(*args, **kwargs)
 

@@ -34,6 +34,7 @@ from envpipe_megatron.integrations.job import (
 )
 from envpipe_megatron.integrations.levels import Decision, JobError, Level, Limit, decide
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
+from envpipe_megatron.runtime.channel.collectives import CollectivesError
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
@@ -229,7 +230,13 @@ class LeveledJob:
         with closing(self):
             self.session.close()
             folder = self.session.parts.folder.path
-            lines = end_of_job(self.session, self._tokens, self.options.energy_price or None)
+            try:
+                lines = end_of_job(self.session, self._tokens, self.options.energy_price or None)
+            except CollectivesError:
+                raise
+            except Exception:  # of any kind: the last checkpoint may be still to be saved
+                lines = []
+                logger.exception("The bill could not be made, a fault of EnvPipe's")
             if lines and folder is not None and not profile_only:
                 lines.append(f"envpipe report {folder} shows where time and energy went")
             for line in lines:
@@ -302,7 +309,7 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
     if session.parts.folder.path is not None:
         path = session.parts.folder.path / "summary.json"
         try:
-            replace_files({path: [json.dumps(summary, indent=1), "\n"]})
+            replace_files({path: [json.dumps(summary, indent=1, default=str), "\n"]})
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
     tariff = Tariff.of_environment(os.environ, energy_price)

@@ -253,13 +253,17 @@ def _completed(
     for name in NAMES[:count]:
         if known[name] is None and (found := find(name, known["nnodes"])):
             settings[f"--{name.replace('_', '-')}"], known[name] = found, found[0]
+    filled = [f"{option}={value}" for option, (value, _) in settings.items()]
+    # The dashes keep torchrun from looking for its own abbreviated options in the script's.
+    arguments = (*filled, *line.options, "--", *line.script)
+    options = read(arguments)
     for name, (form, words) in _FORMS.items():
-        if known[name] is not None and not re.fullmatch(form, known[name]):
+        if not re.fullmatch(form, value := getattr(options, name)):
             option = f"--{name.replace('_', '-')}"
             origin = settings[option][1] if option in settings else name.upper()
             raise EnvPipeError(
                 f"{option} (or {origin}) is not {words}",
-                value=known[name],
+                value=value,
                 remedy="Correct it.",
             )
     if by_rank and _several(known["nnodes"]):
@@ -272,10 +276,6 @@ def _completed(
                 remedy="Give --node-rank (or NODE_RANK) and --master-addr (MASTER_ADDR) on each "
                 "node, or start all nodes by --hostfile.",
             )
-    filled = [f"{option}={value}" for option, (value, _) in settings.items()]
-    # The dashes keep torchrun from looking for its own abbreviated options in the script's.
-    arguments = (*filled, *line.options, "--", *line.script)
-    options = read(arguments)
     most = int(options.nnodes.rpartition(":")[2])
     if by_rank and not 0 <= options.node_rank < most:
         raise EnvPipeError(

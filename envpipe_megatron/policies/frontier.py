@@ -6,8 +6,8 @@ cheapest; where the order is free, a few orders compete at every deadline.
 
 An objective is best at one time of that curve. Rounding to clocks that exist takes a little more
 than the linear program said, and the power of a window or a node is not in it. So a plan that
-breaks a limit gets more time, as little as will do. Where time does not help, a ceiling on all
-clocks may: there the search is a heuristic, whose result is checked.
+breaks a limit gets more time, as little as will do. Where that keeps no power cap, waiting is
+priced at the cap: there the search is a heuristic, whose result is checked.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     means, steady, baseline = bill.compared(), bill.steps(_STEADY), _recorded(folder, bill)
     if means:
         of_gpus = (own.compared.baseline for own in bill.of_phase(_STEADY))
-        baseline = baseline or next(each for each in of_gpus if each.iterations)
+        baseline = baseline or next(each for each in of_gpus if each.time_s)
         baseline = replace(means[1], iterations=baseline.iterations)
     if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
         notes.append(

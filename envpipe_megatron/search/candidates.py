@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.conditions import Conditions, make_conditions
+from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.plan import Plan
@@ -105,8 +105,7 @@ class Candidate:
             crosses = ranks[0] // node != ranks[-1] // node
             tail_s = work.parameters * profile.gradients_s
             parts = work.expert_parameters, work.parameters - work.expert_parameters
-            groups = replica_groups(stage.sizes, stage.data_parallel)
-            for group, part in zip(groups, parts, strict=True):
+            for group, part in zip(replica_groups(stage), parts, strict=True):
                 for half in halves:
                     tail_s += 0.5 * profile.links.all_reduce_s(part * half, group, crosses)
                 tail_s += part / (group if shared else 1) * profile.optimizer_s
@@ -180,15 +179,6 @@ class Candidate:
         source = f"{self.profile.source}, {len(self.works)} stages"
         return make_profile(rows, source=source, sidecar=sidecar, listed_chunks=chunks)
 
-    def conditions(self, blocking_power_w: float) -> Conditions:
-        """Return conditions around the units; all GPUs of a stage follow its plan."""
-        return make_conditions(
-            self.stage_profile,
-            blocking_power_w=blocking_power_w,
-            tail_time_s=tuple(self.tails_s.tolist()),
-            gpus_per_stage=tuple(stage.num_gpus for stage in self.configuration.stages),
-        )
-
     def plan(
         self,
         blocking_power_w: float,
@@ -217,16 +207,10 @@ class Candidate:
             order = _short_order(len(stages), microbatches, configuration.num_chunks)
         signs = np.where(order.is_backward, -1.0, 1.0)
         for number, (stage, work) in enumerate(zip(stages, self.measured_works, strict=True)):
-            for_parameters = parameter_bytes(
-                self.profile,
-                stage.sizes,
-                stage.data_parallel,
-                work.parameters,
-                work.expert_parameters,
-                distributed_optimizer=configuration.distributed_optimizer,
-            )
+            shared = configuration.distributed_optimizer
+            held = parameter_bytes(self.profile, stage, work, distributed_optimizer=shared)
             in_flight = (signs[number] * work.held_bytes[order.chunks[number]]).cumsum().max()
-            peaks.append(float(for_parameters) + work.beside_bytes + float(in_flight))
+            peaks.append(float(held) + work.beside_bytes + float(in_flight))
         return np.array(peaks)
 
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
@@ -236,6 +220,12 @@ class Candidate:
     def _request(
         self, blocking_power_w: float, deadline_factor: float, **other: Any
     ) -> PlanRequest:
+        conditions = make_conditions(
+            self.stage_profile,
+            blocking_power_w=blocking_power_w,
+            tail_time_s=tuple(self.tails_s.tolist()),
+            gpus_per_stage=tuple(stage.num_gpus for stage in self.configuration.stages),
+        )
         usual = {
             "num_microbatches": self.configuration.num_microbatches,
             "schedule": "auto",
@@ -243,7 +233,7 @@ class Candidate:
             "num_chunks": self.configuration.num_chunks,
             "max_in_flight": BY_MEMORY if self.stage_profile.sidecar.free_bytes else None,
             "deadline_factor": deadline_factor,
-            "conditions": self.conditions(blocking_power_w),
+            "conditions": conditions,
             "runnable": True,
         }
         return PlanRequest(**{**usual, **other})

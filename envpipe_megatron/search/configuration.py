@@ -22,6 +22,7 @@ from envpipe_megatron.search.layer_profile import (
     LOSS,
     SELECTIVE,
     LayerProfile,
+    Pieces,
     Sizes,
 )
 
@@ -61,6 +62,17 @@ class StageLayout:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """A configuration but for its cut and recomputation: all stages have the same sizes."""
+
+    sizes: Sizes
+    num_stages: int
+    data_parallel: int
+    num_chunks: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
 class Configuration:
     """A job's cut. Stages may differ in sizes (Aceso's runtime can), in Megatron they do not.
 
@@ -78,6 +90,12 @@ class Configuration:
     def num_chunks(self) -> int:
         """Virtual stages on each stage, V."""
         return len(self.stages[0].chunks)
+
+    @property
+    def shape(self) -> Shape:
+        """The shape that this is a cut of."""
+        one, chunks = self.stages[0], self.num_chunks
+        return Shape(one.sizes, len(self.stages), one.data_parallel, chunks, self.num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -202,32 +220,33 @@ def workspace_bytes(
     return np.maximum(largest, least)
 
 
-def replica_groups(sizes: Sizes, data_parallel: int) -> tuple[int, int]:
+def replica_groups(stage: StageLayout | Shape) -> tuple[int, int]:
     """Return how many GPUs hold the same parameters: of experts', and of others.
 
     Context parallel ranks are among them (Megatron's process groups).
     """
-    replicas = data_parallel * sizes.context_parallel
-    return max(1, replicas // sizes.expert_parallel), replicas
+    replicas = stage.data_parallel * stage.sizes.context_parallel
+    return max(1, replicas // stage.sizes.expert_parallel), replicas
 
 
 def parameter_bytes(
     profile: LayerProfile,
-    sizes: Sizes,
-    data_parallel: int,
-    parameters: FloatArray | float,
-    expert_parameters: FloatArray | float,
+    stage: StageLayout | Shape,
+    held: StageLoad | Pieces,
     *,
     distributed_optimizer: bool,
 ) -> FloatArray:
-    """Return the bytes that a GPU holds for weights, gradients and its share of optimizer state."""
+    """Return the bytes that a GPU holds for weights, gradients and its share of optimizer state.
+
+    Of the parameters of a stage, or [n + 1] of running sums over pieces.
+    """
     each = profile.bytes_per_parameter
     of_experts, of_others = (
         each.weight + each.gradient + each.optimizer / (group if distributed_optimizer else 1)
-        for group in replica_groups(sizes, data_parallel)
+        for group in replica_groups(stage)
     )
-    others = np.subtract(parameters, expert_parameters)
-    return of_experts * np.asarray(expert_parameters) + of_others * others
+    experts = np.asarray(held.expert_parameters)
+    return of_experts * experts + of_others * (held.parameters - experts)
 
 
 def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job) -> list[str]:
@@ -289,23 +308,28 @@ def _layout_text(stages: Sequence[str]) -> str:
 
 
 def _recomputation(profile: LayerProfile, configuration: Configuration) -> Iterator[str]:
-    by_stage = [stage.recomputed for stage in configuration.stages]
+    stages = configuration.stages
+    pieces, by_stage = profile.sums(stages[0].sizes), [stage.recomputed for stage in stages]
     most = max(count for _, count in by_stage)
-    for name, count in ((FULL, most), (SELECTIVE, len(profile.pieces))):
-        if most and all(_alike(profile, stage, name, count) for stage in configuration.stages):
+    for name, count in ((FULL, most), (SELECTIVE, pieces.num_pieces)):
+        if not most or name not in pieces.ways:
+            continue
+        alike = [recomputed_at_most(pieces, stage.chunks, (name, count)) for stage in stages]
+        if alike == by_stage:
             yield f"--recompute-granularity {name}" + " --recompute-method block" * (name == FULL)
             if name == FULL:
                 yield f"--recompute-num-layers {count}"
             return
     if most:
-        stages = ",".join("none" if name is None else f"{name}:{count}" for name, count in by_stage)
-        yield f"--envpipe --envpipe-recompute {stages}"
+        texts = ("none" if name is None else f"{name}:{count}" for name, count in by_stage)
+        yield f"--envpipe --envpipe-recompute {','.join(texts)}"
 
 
-def _alike(profile: LayerProfile, stage: StageLayout, name: str, count: int) -> bool:
-    """Check that a stage recomputes the first `count` layers of each chunk, or all it has."""
-    measures, (own_name, own) = profile.at(stage.sizes), stage.recomputed
-    names = (profile.pieces[first:end] for first, end in stage.chunks)
-    able = [sum(measures[piece].way(name) is not None for piece in chunk) for chunk in names]
-    own = own if own_name == name else 0
-    return all(min(own, layers) == min(count, layers) for layers in able)
+def recomputed_at_most(
+    pieces: Pieces, chunks: Sequence[tuple[int, int]], recomputed: Recomputed
+) -> Recomputed:
+    """Return what a stage recomputes: no more than the pieces of a chunk that know the way."""
+    name, count = recomputed
+    known = pieces.ways[name].known
+    count = int(min(count, max(known[end] - known[first] for first, end in chunks)))
+    return (name, count) if count else (None, 0)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.search.configuration import Job, Recomputed
-from envpipe_megatron.search.layer_profile import Pieces, Sizes
+from envpipe_megatron.search.configuration import Job, Recomputed, Shape
+from envpipe_megatron.search.layer_profile import Pieces
 from envpipe_megatron.search.runs import (
     BETTER,
     PieceRuns,
@@ -30,17 +29,6 @@ from envpipe_megatron.search.runs import (
 _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
 #: Numbers of an array over prices.
 _BLOCK = 1_000_000
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A configuration but for its cut and recomputation: all stages have the same sizes."""
-
-    sizes: Sizes
-    num_stages: int
-    data_parallel: int
-    num_chunks: int
-    num_microbatches: int
 
 
 class ShapeCuts:
@@ -84,11 +72,11 @@ class ShapeCuts:
         self._until = [until for _, until in stages]
         self.forced_s = self._forced_s()
 
-    def _stage(self, stage: int, runs: PieceRuns) -> tuple[FloatArray, dict[str | None, IntArray]]:
+    def _stage(self, stage: int, runs: PieceRuns) -> tuple[FloatArray, dict[str, IntArray]]:
         """Return a stage's `time_s`, and for each way until which piece runs recompute by it."""
         of_parameters_bytes = runs.sums(self._static_bytes)
         in_flight = min(self.shape.num_microbatches, self.shape.num_stages - stage)
-        ways = {}
+        ways, least_s = {}, np.full(runs.end.shape, np.inf)
         for name, layers in self._ways:
             way = runs.pieces.ways[name]
             until = runs.recomputed_until(
@@ -96,8 +84,10 @@ class ShapeCuts:
             )
             fits = runs.inside & (until <= runs.end)
             again_s = way.again_s[np.where(fits, until, runs.first)] - way.again_s[runs.first]
-            ways[name] = until, np.where(fits, runs.time_s + again_s, np.inf)
-        least_s = np.minimum.reduce([way_s for _, way_s in ways.values()])
+            way_s = np.where(fits, runs.time_s + again_s, np.inf)
+            least_s = np.minimum(least_s, way_s)
+            if name is not None:
+                ways[name] = until, way_s
         return least_s, {
             name: np.where((runs.time_s < way_s) & (way_s == least_s), until, runs.first)
             for name, (until, way_s) in ways.items()

@@ -321,7 +321,6 @@ class Pieces:
         self.profile, measures = profile, profile.at(sizes)
         by_piece = self._by_piece = [measures[piece] for piece in profile.pieces]
         self.forward_s = running([m.forward_s[0] for m in by_piece])
-        self.backward_s = running([m.backward_s[0] for m in by_piece])
         self.time_s = running([m.both_s[0] for m in by_piece])
         self.kept_bytes = running([m.activation_bytes for m in by_piece])
         self.parameters = running([m.parameters for m in by_piece])
@@ -341,7 +340,7 @@ class Pieces:
         return len(self.time_s) - 1
 
     @cached_property
-    def by_clock(self) -> dict[str | None, tuple[FloatArray, FloatArray]]:
+    def by_clock(self) -> dict[str | None, tuple[FloatArray, ...]]:
         """Running sums [n + 1, num_frequencies] of J and s: forwards, backwards, each way."""
         pairs: dict[str | None, list[tuple[FloatArray | None, FloatArray | None]]] = {
             Kind.FORWARD: [(m.forward_j, m.forward_s) for m in self._by_piece],
@@ -351,10 +350,7 @@ class Pieces:
             ways = (m.way(name) for m in self._by_piece)
             pairs[name] = [(way.energy_j, way.time_s) if way else (None, None) for way in ways]
         return {
-            key: (
-                self._clocks(joules for joules, _ in of),
-                self._clocks(time_s for _, time_s in of),
-            )
+            key: tuple(self._clocks(values) for values in zip(*of, strict=True))
             for key, of in pairs.items()
         }
 

@@ -23,8 +23,7 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.cuts import Shape
+from envpipe_megatron.search.configuration import Job, Shape
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import (
     LayerProfile,

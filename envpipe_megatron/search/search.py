@@ -25,7 +25,7 @@ from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.cuts import least_energy_j
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.runs import BETTER, cheapest_paths
-from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 #: Configurations that are shown, and that are planned with clocks, at most.
 NUM_SHOWN, NUM_PLANNED = 10, 6
@@ -180,7 +180,7 @@ def alternatives(
 
     By the same estimate, of the first ones; none with virtual stages.
     """
-    shape = shape_of(candidate.configuration)
+    shape = candidate.configuration.shape
     if shape.num_chunks > 1 or megatron.pieces(shape).num_pieces > _MOST_PIECES:
         return []
     within_s = longest_s / megatron.profile.least_rested / BETTER

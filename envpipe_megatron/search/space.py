@@ -23,10 +23,12 @@ from envpipe_megatron.search.configuration import (
     Configuration,
     Job,
     Recomputed,
+    Shape,
     StageLayout,
     parameter_bytes,
+    recomputed_at_most,
 )
-from envpipe_megatron.search.cuts import Shape, ShapeCuts
+from envpipe_megatron.search.cuts import ShapeCuts
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Pieces
 from envpipe_megatron.search.runs import BETTER, least_path, runs_within
 
@@ -117,15 +119,8 @@ class MegatronSpace:
 
     def static_bytes(self, shape: Shape) -> FloatArray:
         """Return [n + 1] running sums of what a GPU holds for pieces' parameters."""
-        pieces = self.pieces(shape)
-        return parameter_bytes(
-            self.profile,
-            shape.sizes,
-            shape.data_parallel,
-            pieces.parameters,
-            pieces.expert_parameters,
-            distributed_optimizer=self.space.distributed_optimizer,
-        )
+        held, shared = self.pieces(shape), self.space.distributed_optimizer
+        return parameter_bytes(self.profile, shape, held, distributed_optimizer=shared)
 
     def cuts(
         self,
@@ -169,12 +164,8 @@ class MegatronSpace:
     ) -> StageLayout:
         starts = range(stage, len(slots) - 1, shape.num_stages)
         chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
-        name, count = recomputed
-        known = self.pieces(shape).ways[name].known
-        count = int(min(count, max(known[end] - known[first] for first, end in chunks)))
-        return StageLayout(
-            chunks, shape.sizes, shape.data_parallel, (name, count) if count else (None, 0)
-        )
+        least = recomputed_at_most(self.pieces(shape), chunks, recomputed)
+        return StageLayout(chunks, shape.sizes, shape.data_parallel, least)
 
     def _plain(self, shape: Shape, within_s: float) -> Candidate | None:
         best, best_s, count = None, math.inf, self.pieces(shape).num_pieces
@@ -267,18 +258,6 @@ class MegatronSpace:
         for chunks in range(2, self.space.max_chunks + 1):
             if shape.num_stages * chunks <= len(self.profile.pieces):
                 yield replace(shape, num_chunks=chunks)
-
-
-def shape_of(configuration: Configuration) -> Shape:
-    """Return the shape that a configuration is a cut of."""
-    first = configuration.stages[0]
-    return Shape(
-        first.sizes,
-        len(configuration.stages),
-        first.data_parallel,
-        configuration.num_chunks,
-        configuration.num_microbatches,
-    )
 
 
 def _even_slots(pieces: Pieces, shape: Shape) -> IntArray:

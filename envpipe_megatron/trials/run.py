@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from envpipe_megatron.console import say, show_table
+from envpipe_megatron.core.fields import read_json
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
@@ -240,7 +241,10 @@ def _set_earlier_aside(settings: Settings) -> None:
     found = sorted(path for path in output.iterdir() if path != earlier)
     if not found:
         return
-    if settings.file not in found:
+    own = False
+    with suppress(EnvPipeError):  # other programs have files of that name, too
+        own = "output_dir" in read_json(settings.file, "File").data
+    if not own:
         raise EnvPipeError(
             f"The output folder {output} holds what no `envpipe {settings.command}` left there",
             value=found[0].name,

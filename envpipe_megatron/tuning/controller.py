@@ -19,7 +19,6 @@ from envpipe_megatron.tuning.command_maker import EXCEEDS, CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Run, Window
 from envpipe_megatron.tuning.judge import (
     BASELINE_ITERATIONS,
-    MOST_CORRECTIONS,
     WINDOW,
     Due,
     Judge,
@@ -57,6 +56,8 @@ class Controller:
         self._within = BudgetedPlans(planner, self._budget)
         self._judge = Judge(planner.allowed())
         self._due, self._silence = Due(), Silence(own.num_stages)
+        #: Whether clocks are still planned again for the order that runs.
+        self._corrects = False
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the warm-up, forever; the first window has all of it but an iteration.
@@ -75,16 +76,7 @@ class Controller:
                 yield from self._commands.run(Phase.PROFILE, store.at_top(own), WINDOW)
             yield from self._look(first_probe(own, store))
         self._lead_own()
-        self._replan(reorder=True)
-        while (plans := self._take()) is None:
-            yield from self._run_own(Phase.PROFILE, 1)
-            if quick := self._planner.quick(self._top.schedule):
-                made = "a plan that was made in seconds runs until the best one is there"
-                self._commands.note(made)
-                plans = {0: quick}
-                break
-        if plans:
-            yield from self._adopt(plans[0])
+        yield from self._plan_anew(Phase.PROFILE)
         while True:
             yield from self._go_on()
 
@@ -97,42 +89,29 @@ class Controller:
             yield from self._commands.run(Phase.PROFILE, look.clocked, look.iterations, look.settle)
 
     def _go_on(self) -> Run[None]:
-        """Run a window of the plan, and do what follows from it.
-
-        At first the plan is corrected: it is made again from what its units take, until nothing
-        improves.
-        """
-        judge, planner, correcting = self._judge, self._planner, self._due.corrections > 0
+        """Run a window of the plan, and do what follows from it."""
+        due, may_run_own = self._due, not self._budget.forbids_own
         window, drift = yield from self._run_plan()
-        look = not correcting and (drift.any() or self._due.look)
-        look = look and not self._budget.forbids_own  # a window with one would take 2 % more
-        if look and not self._harmed():
+        # Where the budget is less, a window with a look would take 2 % more.
+        if (drift.any() or due.look) and may_run_own and not self._harmed():
             drift = larger((yield from self._look_at_the_top()), drift)
-            self._due.looked(calm=not drift.any())
+            due.looked(calm=not drift.any())
         if self._harmed():
-            why = "the plan is slower than expected" if correcting else what_drifted(drift, window)
-            yield from self._out_of_harm(window, why, drift)
-        elif correcting:
-            if not planner.busy:  # else the best plan is on its way
-                self._replan(reorder=False)
-        elif drift.any() and planner.busy:  # it is not in the plan that is being made
-            self._due.plan_again()
+            yield from self._out_of_harm(window, what_drifted(drift, window), drift)
         elif drift.any():
             self._commands.note(what_drifted(drift, window) + ": planning again")
-            yield from self._plan_anew(drift)
-        elif self._due.plan and not planner.busy:
-            self._replan(reorder=True)
-        elif self._due.baseline and not self._budget.forbids_own:
+            due.plan_again(far=bool(drifted_far(drift).any()))
+        elif due.baseline and may_run_own:
             yield from self._at_baseline()
-            eased = judge.ease()
-            if not planner.busy:
-                if far := self._store.drifted_far.any():
-                    yield from self._look_again()
-                if far or eased:
-                    self._replan(reorder=True)
+            far = bool(self._store.drifted_far.any())
+            if self._judge.ease() or far:
+                due.plan_again(far=far)
+        if due.plan and not self._planner.busy:
+            yield from self._begin_plan()
+        elif self._corrects and not self._planner.busy:
+            self._replan(reorder=False)
         yield from self._take_plans()
-        if not correcting:
-            self._follow()
+        self._follow()
         yield from self._keep_budget(window)
 
     def _look_at_the_top(self) -> Run[FloatArray]:
@@ -155,14 +134,23 @@ class Controller:
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
             f"for {BASELINE_ITERATIONS + 1} iterations or more"
         )
-        self._due.corrections = max(self._due.corrections - 1, 0)
         self._lead_own()
         yield from self._at_baseline()
-        yield from self._plan_anew(drift)
+        self._due.plan_again(far=bool(drifted_far(drift).any()))
+        yield from self._plan_anew(Phase.BASELINE)
+
+    def _plan_anew(self, phase: Phase) -> Run[None]:
+        """Run the framework's order at the highest clocks until there is a plan, and turn to it.
+
+        It is corrected: its clocks are planned again from what its units take, until nothing is
+        better. Where it finds no memory, so are those of the framework's order.
+        """
+        yield from self._begin_plan()
         while (plans := self._take()) is None:
-            yield from self._run_own(Phase.BASELINE, 1)
+            yield from self._run_own(phase, 1)
         if plans:
             yield from self._adopt(plans[0])
+        self._corrects = True
 
     def _at_baseline(self) -> Run[None]:
         """Run a few iterations of the framework's order at the highest clocks."""
@@ -182,7 +170,7 @@ class Controller:
 
     def _run_plan(self) -> Run[tuple[Window, FloatArray]]:
         """Run a window of the plan; by how much stages drifted."""
-        phase = Phase.RECONFIGURE if self._due.corrections else Phase.STEADY
+        phase = Phase.RECONFIGURE if self._corrects else Phase.STEADY
         orders, which = self._replicas.running
         settle = int(self._judge.begins)
         window = yield self._commands.make(phase, WINDOW, settle, orders, which)
@@ -268,23 +256,22 @@ class Controller:
 
     # --- plans ----------------------------------------------------------------------------------
 
-    def _plan_anew(self, drift: FloatArray) -> Run[None]:
-        """Begin a plan after stages drifted; those that drifted far are looked at first."""
-        if drifted_far(drift).any():
-            yield from self._look_again()
-        self._replan(reorder=True)
+    def _begin_plan(self) -> Run[None]:
+        """Begin the best plan; stages that drifted far are looked at first, where they have slack.
 
-    def _look_again(self) -> Run[None]:
-        """Measure again what clocks do to stages that drifted far, where that takes no time."""
-        self._store.forget(self._store.drifted_far)
-        yield from self._look(slack_probe(self._store, at_cost=False))
+        There what was measured of clocks means nothing any more.
+        """
+        if self._due.far:
+            self._store.forget(self._store.drifted_far)
+            yield from self._look(slack_probe(self._store, at_cost=False))
+        self._replan(reorder=True)
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
         order = None if reorder else self.plan.schedule
         if levels or self._budget.forbids_own:  # a new plan forgets those of the one before
             levels = sorted({*levels, *self._replicas.levels} - {0})
         if order is None:
-            self._due.plan_at = 0
+            self._due.plan_at, self._due.far = math.inf, False
         self._planner.begin(order, self._judge.faster, levels)
 
     def _take(self) -> Plans | None:
@@ -312,46 +299,46 @@ class Controller:
         if plans is None:
             return
         if not plans:  # it failed
-            self._due.corrections = 0
+            self._corrects = False
             return
         lead = plans.pop(0)
         better = self._has_no_plan or self._better(lead)
         if not better:
             planner.won = ""  # it is said of the plan that runs
-        if self._due.corrections and not self._has_no_plan:
+        if self._corrects and not self._has_no_plan:
             yield from self._correct(better=better)
-        if better:
-            yield from self._adopt(lead)
+        adopted = better and (yield from self._adopt(lead))
+        self._corrects &= adopted
         if lead.schedule.stages == self.plan.schedule.stages:
             self._replicas.extend(plans)
 
     def _correct(self, *, better: bool) -> Run[None]:
-        """Count a correction: a plan that stays is kept with what it is known to cost by now."""
-        number = MOST_CORRECTIONS + 1 - self._due.corrections
-        self._due.corrections = self._due.corrections - 1 if better else 0
+        """Say how far a plan was off; one that stays is kept with what it is known to cost now."""
         today = self._planner.repriced(self.plan)
         time, energy = self._prediction_error(today), today.cost.energy_j / self.plan.cost.energy_j
         if not better:
             yield from self._adopt(self._planner.ready(self.plan))
         self._commands.note(
-            f"correction {number}: time {100 * time:+.2f} %, energy {100 * (energy - 1):+.2f} % "
+            f"correction: time {100 * time:+.2f} %, energy {100 * (energy - 1):+.2f} % "
             f"off what was predicted, {'planned again' if better else 'nothing better is found'}"
         )
 
     def _better(self, plan: Plan) -> bool:
         return self._planner.better(plan, self.plan, self._usual_own_s())
 
-    def _adopt(self, plan: Plan) -> Run[None]:
+    def _adopt(self, plan: Plan) -> Run[bool]:
+        """Have a planned plan run, if ranks have memory for it; True if it does."""
         bill, won = self._commands.bill, self._planner.won
         self._planner.won = ""
         if not (yield from self._turn_to(plan)):
-            return
+            return False
         self._due.failures = 0
         if bill["none"] and not self._has_no_plan:
             bill["none"] = "The framework's own order ran until there was a plan"
         bill["won"] = won or bill["won"]
         self._commands.note(won)
         self._within.add(plan)
+        return True
 
     def _turn_to(self, plan: Plan) -> Run[bool]:
         """Have a plan run, if ranks have memory for it; True if it does."""

@@ -7,6 +7,7 @@ must say of meters.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -31,15 +32,13 @@ _LEAST_GAIN = 1e-3
 #: Plans are made faster than what is asked by this share at most. Without it a job that splits
 #: backwards, and in which some unit waits for what nobody explains, saves 10 points less.
 _MOST_FASTER = 0.02
-#: Most corrections of a plan; the first that gains nothing ends them. Without any, a job in which
-#: a GPU becomes slow saves 0.8 points less.
-MOST_CORRECTIONS = 6
 #: Iterations of the framework's order at the highest clocks, and of others between two of these:
 #: they cost less than a hundredth of what is saved.
 BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
 #: Windows until a few units run at the highest clock, if no others do: the first number, and twice
 #: as many each time that nothing has changed, up to the second. Without such looks, iterations of
-#: a job whose power cap has ended are 9.5 % too long until the next baseline.
+#: a job whose power cap has ended are 9.5 % too long until the next baseline; with the second
+#: number only, for up to 33 iterations.
 _LOOKS_AT_TOP, _SELDOM = 2, 8
 #: Most windows until planning that failed is tried again.
 _LATEST = 1024
@@ -203,16 +202,16 @@ class Due:
     """Counts when looks at the highest clock, baselines and new plans are due, in windows.
 
     Attributes:
-        corrections: how many of the first plan are to be made at most, from now on.
         windows: how many windows of plans have passed.
         baseline_at: how many had passed at the last baseline.
         failures: how often planning has failed, or ranks had no memory, since a plan led.
-        plan_at: the window after which the best plan is made again; 0 for never.
+        plan_at: the window after which the best plan is made again; infinite for never.
+        far: whether stages that drifted far are to be looked at before.
     """
 
     def __init__(self) -> None:
-        self.corrections = MOST_CORRECTIONS
-        self.windows = self.baseline_at = self.failures = self.plan_at = 0
+        self.windows = self.baseline_at = self.failures = 0
+        self.plan_at, self.far = math.inf, False
         self._every, self._look_at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
 
     @property
@@ -228,16 +227,17 @@ class Due:
     @property
     def plan(self) -> bool:
         """True if the best plan is due to be made again."""
-        return 0 < self.plan_at <= self.windows
+        return self.windows >= self.plan_at
 
     def looked(self, *, calm: bool) -> None:
         """Have the next look later than this one was, if all is as before."""
         self._every = min(2 * self._every, _SELDOM) if calm else _LOOKS_AT_TOP
         self._look_at = self.windows + self._every
 
-    def plan_again(self) -> None:
-        """Have the best plan made once more when the one that is being made is there."""
-        self.plan_at = self.windows + 1
+    def plan_again(self, *, far: bool = False) -> None:
+        """Have the best plan made again: now, or when the one that is being made is there."""
+        self.plan_at = self.windows
+        self.far |= far
 
     def failed(self) -> None:
         """Have the best plan made again, each time later."""

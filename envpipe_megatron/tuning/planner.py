@@ -77,7 +77,7 @@ class Planner:
         store: what is known of its units.
         ask: says what to plan.
         check: raises EnvPipeError for a plan that the job cannot run.
-        background: makes what runs one piece of planning at a time.
+        background: runs one piece of planning at a time.
         objective: of new plans; `BudgetedPlans` changes it.
         max_slowdown: share by which steps may last longer than the framework's own at full clock,
             or than a plan says where no deadline is set.
@@ -89,17 +89,14 @@ class Planner:
         store: Store,
         ask: Ask,
         check: Callable[[Plan], None],
-        background: Callable[[], Background[_Made]],
+        background: Background[_Made],
         objective: Objective,
         max_slowdown: float,
         min_dwell_s: float,
     ) -> None:
         self._store, self._ask, self._check = store, ask, check
         self.objective, self._max_slowdown = objective, max_slowdown
-        self._min_dwell_s, self._make_background = min_dwell_s, background
-        self._background = background()
-        #: Makes the plan of `quick`.
-        self._quick: Background[_Made] | None = None
+        self._min_dwell_s, self._background = min_dwell_s, background
         #: What splitting backwards wins by the last best plan, until somebody has said it.
         self.won = ""
         #: Why nothing could be begun.
@@ -127,7 +124,12 @@ class Planner:
         try:
             if failure is not None:
                 raise failure
-            return self._taken(self._background)
+            if (made := self._background.take()) is None:
+                return None
+            plans, self.won = made
+            for plan in plans.values():
+                self._check(plan)
+            return plans
         except Exception as error:  # of any kind: there is a plan to go on with
             if not isinstance(error, EnvPipeError):
                 logger.exception("Planning failed")
@@ -161,38 +163,8 @@ class Planner:
         except Exception as error:  # of any kind: whoever takes the plans raises it
             self._failure = error
 
-    def quick(self, order: Schedule) -> Plan | None:
-        """Return a plan of an order, ready: begun by the first call, there once within seconds.
-
-        It leaves out that changes of the clock take time, and what waiting saves at lower clocks.
-        """
-        try:
-            if self._quick is None:
-                self._quick = self._make_background()
-                known = self._store.profile(careful=True)
-                problem = self._problem(known, order)
-                conditions = replace(
-                    problem.conditions, wait_power_w=None, change_time_s=0.0, change_energy_j=0.0
-                )
-                problem = replace(problem, conditions=conditions)
-                self._quick.start(partial(first_plans, {0: [problem]}))
-            plans = self._taken(self._quick)
-            return None if plans is None else self.ready(plans[0])
-        except Exception:  # of any kind: the best plan comes later
-            logger.exception("No quick plan")
-            return None
-
     def _problem(self, known: Profile, order: Schedule | None) -> Problem:
         return replace(self._ask(known, order), objective=self.objective)
-
-    def _taken(self, background: Background[_Made]) -> Plans | None:
-        made = background.take()
-        if made is None:
-            return None
-        plans, self.won = made
-        for plan in plans.values():
-            self._check(plan)
-        return plans
 
     def unplanned(self, own: Clocked) -> Plan:
         """Return the plan of an order for which none was made; EnvPipeError without meters."""

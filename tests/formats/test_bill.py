@@ -274,7 +274,7 @@ def test_each_step_is_compared_with_the_baseline_that_was_in_force():
 def test_what_all_starts_have_saved_is_the_sum_of_what_each_has():
     """A job that is restarted has as many GPUs, and more steps."""
 
-    def told(starts):
+    def saved(starts):
         step = {"duration_s": 1.9, "baseline": BASELINE}
         made = bill(*(
             window(gpu, 50 * start + i, 100.0, run=f"a {STARTS[start]}", **step)
@@ -283,8 +283,8 @@ def test_what_all_starts_have_saved_is_the_sum_of_what_each_has():
         assert made.steps("steady").iterations == made.comparison().iterations
         return bill_lines(made, Tariff())[1].split(" +- ")[0]
 
-    assert told([0]) == "in 50 such steps: 0.694"
-    assert told([0, 1]) == "in 100 such steps: 1.389"
+    assert saved([0]) == "in 50 such steps: 0.694"
+    assert saved([0, 1]) == "in 100 such steps: 1.389"
 
 
 def test_steps_without_a_baseline_are_in_no_saving():

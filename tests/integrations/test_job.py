@@ -103,6 +103,8 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
     assert summary["job"]["comparison"] == shown["comparison"]
     assert summary["phases"]["steady"]["energy_j"] == pytest.approx(100.0)
     assert summary["phases"].keys() == PHASES.keys(), "between phases there is no step"
+    end_of_job(session, torch.tensor(50_000))  # a user's fact of no type of JSON's
+    assert '"tokens_per_iteration": "tensor(50000)"' in (tmp_path / "summary.json").read_text()
     if only_measures:
         assert known == ["in 25.0 % of the steady steps' time no forward or backward ran on a GPU"]
         assert summary["job"] == {"comparison": None, "other_batches": {}}

@@ -132,6 +132,17 @@ def test_a_job_that_cannot_bill_gives_back_what_it_has_all_the_same(monkeypatch)
     made.session.begin_step.assert_not_called()
 
 
+def test_a_bill_that_fails_ends_no_job(monkeypatch, caplog):
+    """Megatron saves its last checkpoint behind the end of training."""
+    job, (made,), _ = begin()
+    monkeypatch.setattr(leveled, "end_of_job", Mock(side_effect=ZeroDivisionError("no steps")))
+    job.end()
+    assert made.closed
+    assert "The bill could not be made" in caplog.text
+    job.begin_step(1)  # a schedule that was attached is the framework's again
+    made.session.begin_step.assert_not_called()
+
+
 # Which level, and what hooks put back -------------------------------------------------------------
 
 

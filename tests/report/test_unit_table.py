@@ -10,7 +10,7 @@ from run_made import BACKWARD_S, FORWARD_S, iterations, profile
 from envpipe_megatron.core.kinds import TRAITS
 from envpipe_megatron.report.page.plots import draw_view
 from envpipe_megatron.report.page.timelines import timelines_view
-from envpipe_megatron.report.units import KINDS, measured_charts, unit_table
+from envpipe_megatron.report.units import HEIGHTS, KINDS, measured_charts, unit_table
 
 UNITS = 2 * MICROBATCHES
 
@@ -82,6 +82,16 @@ def test_what_is_no_whole_pipeline_is_shown_without_slack(lacking):
     assert not table.columns["critical"].any()
     unclocked = [replace(read, frequency_mhz=None) for read in recorded]
     assert not unit_table(unclocked, STAGES, None).columns["mhz"].any()
+
+
+def test_parts_that_run_as_one_are_drawn_as_the_backward_that_they_are():
+    """They were a low box with the name of the second part, as a weight gradient is."""
+    (read,) = iterations(1, 1, ("warm-up",))
+    start_us, end_us = np.array([0, 10, 10]), np.array([10, 10, 40])
+    read = replace(read, order="F0 I0+ W0", start_us=start_us, end_us=end_us, frequency_mhz=None)
+    columns = unit_table([read], 1, None).columns
+    assert [columns["label"][place] for place in (0, 2)] == ["F0", "I0+W0"]
+    assert columns["height"][2] == HEIGHTS[KINDS.index("backward")]
 
 
 def test_a_job_of_one_clock_is_coloured_by_kind_and_the_bar_has_their_names():

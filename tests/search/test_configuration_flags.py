@@ -7,9 +7,9 @@ from whole_layers import whole_layers
 from envpipe_megatron.search.configuration import (
     Job,
     Recomputed,
+    Shape,
     megatron_flags,
 )
-from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import Sizes
 from envpipe_megatron.search.space import MegatronSpace, Space
 
@@ -55,6 +55,23 @@ def test_recomputation_by_stage_is_envpipes() -> None:
     )
     mixed = _flags([0, 4, 9], [("full", 2), ("selective", 1)])
     assert mixed[-1] == "--envpipe --envpipe-recompute full:2,selective:1"
+
+
+def test_full_by_stage_is_not_called_selective_where_no_layer_can_do_that() -> None:
+    only_full = {
+        sizes: {
+            name: replace(each, recomputation=each.recomputation[1:])
+            for name, each in by_piece.items()
+        }
+        for sizes, by_piece in PROFILE.measures.items()
+    }
+    profile = replace(PROFILE, measures=only_full)
+    shape = Shape(Sizes(2, 1), 2, 1, 1, 8)
+    candidate = MegatronSpace(profile, JOB, Space()).candidate(
+        shape, [0, 4, 9], [("full", 2), (None, 0)]
+    )
+    flags = megatron_flags(profile, candidate.configuration, JOB)
+    assert flags[-1] == "--envpipe --envpipe-recompute full:2,none"
 
 
 def test_what_is_printed_is_what_was_ranked() -> None:

@@ -10,11 +10,10 @@ from whole_layers import whole_layers
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.configuration import Job, megatron_flags
-from envpipe_megatron.search.cuts import Shape
+from envpipe_megatron.search.configuration import Job, Shape, megatron_flags
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import search
-from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8, memory_bytes=260.0)
 FASTEST = Objective(goal="time")
@@ -194,7 +193,7 @@ def test_energy_takes_a_cut_that_time_alone_would_not() -> None:
     best, fastest = cheap.ranked[0], fast.ranked[0].candidate
     longest_s = 1.05 * min(each.candidate.iteration_time_s for each in fast.ranked)
     assert all(each.iteration_time_s <= longest_s * (1 + 1e-9) for each in cheap.ranked)
-    assert shape_of(best.candidate.configuration) == shape_of(fastest.configuration)
+    assert best.candidate.configuration.shape == fastest.configuration.shape
     assert best.candidate.configuration != fastest.configuration
     assert best.cost.energy_j < 0.99 * fastest.plan(60.0, longest_s).cost.energy_j
 

@@ -10,8 +10,7 @@ from whole_layers import whole_layers
 
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.cuts import Shape
+from envpipe_megatron.search.configuration import Configuration, Job, Shape, StageLayout
 from envpipe_megatron.search.layer_profile import (
     AllReduce,
     Block,

@@ -76,6 +76,7 @@ class TestRefused:
             (quickstart, ["earlier/1/settings.json", "notes.txt"]),
             (quickstart, ["profile.csv"]),
             (quickstart, ["emulated/mine.txt"]),
+            (quickstart, ["settings.json", ".git/config"]),  # an editor's settings
             (proof, ["settings.json"]),
         ],
     )
@@ -84,7 +85,7 @@ class TestRefused:
         for name in names:
             path = tmp_path / "out" / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("mine")
+            path.write_text('{"editor": "mine"}')
         before = contents(tmp_path / "out")
         message = refused(settings, kind)
         assert str(tmp_path / "out") in message

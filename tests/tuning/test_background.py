@@ -203,7 +203,7 @@ def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it
     made = {0: "the plan", 3: "one that follows it"}, "Split backwards: 5 %"
     background: Any = SimpleNamespace(busy=True, take=lambda: made)
     nothing: Any = None
-    given = nothing, nothing, lambda plan: None, lambda: background
+    given = nothing, nothing, lambda plan: None, background
     planner = Planner(*given, LEAST_ENERGY, 0.0, 0.0)
     assert planner.take() == made[0]
     assert planner.won == "Split backwards: 5 %"

@@ -14,9 +14,7 @@ from itertools import accumulate, islice
 
 from envpipe_megatron.core.kinds import SPLIT, unit
 from envpipe_megatron.core.orders.job import (
-    FORWARD,
     HELD_TOLERANCE,
-    TIME_TOLERANCE,
     Filled,
     OrderJob,
     Turns,
@@ -29,6 +27,7 @@ from envpipe_megatron.core.orders.turns import (
     take_turns,
 )
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
 
 #: What turns are taken with, and by which rule; the first is the best where only one is tried.
 #: With level units or free messages turns stay regular where an input comes a little late.
@@ -70,7 +69,7 @@ def shortest(job: OrderJob, name: str = "greedy", looks: int | None = None) -> S
     if looks is None:
         units = len(job.kinds) * job.num_per_kind * job.shape[0]
         looks = max(_FEWEST_LOOKS, _LOOK_BUDGET // units)
-    least_s = job.floor_s * (1 + TIME_TOLERANCE)
+    least_s = job.floor_s * (1 + RELATIVE_TOLERANCE)
     orders = islice(_orders(job, least_s), looks)
     best = next(orders)
     for filled in orders:
@@ -183,22 +182,7 @@ def _fits(job: OrderJob, stage: int, order: list[tuple[int, int, int]]) -> bool:
 
 def _longest_path(job: OrderJob, filled: Filled) -> list[tuple[int, int]]:
     """Return stage and position of the units on the longest path, first to last."""
-    tolerance_s = TIME_TOLERANCE * filled.time_s
-    place = [{turn: at for at, turn in enumerate(order)} for order in filled.orders]
-    stage = filled.stage_end_s.index(filled.time_s)
-    at = len(filled.orders[stage]) - 1
-    path = [(stage, at)]
-    while True:
-        kind, part, microbatch = filled.orders[stage][at]
-        start_s = filled.end_s[stage][at] - job.durations_s[kind][part][microbatch]
-        if at and filled.end_s[stage][at - 1] >= start_s - tolerance_s:
-            at -= 1
-        else:
-            source = job.neighbours[1 - kind][part]
-            if source < 0:
-                if kind == FORWARD:
-                    return path[::-1]
-                kind, source = FORWARD, part
-            stage = source // job.shape[1]
-            at = place[stage][kind, source, microbatch]
-        path.append((stage, at))
+    schedule = _schedule(job, filled, "polished")
+    duration_s = [[job.durations_s[k][part][m] for k, part, m in own] for own in filled.orders]
+    path = Timeline(schedule, duration_s, job.latency_s, job.tail_s).critical_path()
+    return [divmod(node, schedule.units_per_stage) for node in reversed(path)]

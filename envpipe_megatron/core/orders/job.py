@@ -17,6 +17,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, ScheduleError
 from envpipe_megatron.core.schedule import Placement
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 
 #: Kinds as numbers: whole backwards and input gradients are both `GRADIENT`.
 FORWARD, GRADIENT, WEIGHTS = range(3)
@@ -176,23 +177,18 @@ class OrderJob:
         return replace(self, duration_s=level_s, latency_s=0.0, tail_s=0.0)
 
 
-#: Times closer than this fraction of themselves are equal.
-TIME_TOLERANCE = 1e-9
-
-
 @dataclass(frozen=True)
 class Filled:
     """Whole orders of a job.
 
     Args:
         orders: by stage all its units.
-        end_s: by stage the end of each unit, all as early as they can.
-        stage_end_s: [num_stages] when each has ended its tail; inf if stages wait in circles.
+        stage_end_s: [num_stages] when each has ended its tail, its units all as early as they can;
+            inf if stages wait in circles.
         peak_held: [num_stages] the most that each holds.
     """
 
     orders: Turns
-    end_s: list[list[float]]
     stage_end_s: list[float]
     peak_held: list[float]
 
@@ -244,7 +240,6 @@ class _Walk:
         self._lacking = len(turns[0]) < len(job.kinds) * job.num_per_kind
         self._pending: list[deque[tuple[int, int, int]]] = [deque() for _ in turns]
         self._orders: Turns = [[] for _ in turns]
-        self._end_s: list[list[float]] = [[] for _ in turns]
 
     def advance(self, stage: int) -> list[int]:
         """Run a stage's turns until an input is not known; the stages that got one meanwhile."""
@@ -274,7 +269,7 @@ class _Walk:
 
     def _wait(self, stage: int, until_s: float, room: float) -> None:
         """Run weight gradients before a unit that can start at `until_s`, and needs room."""
-        job, pending, tolerance_s = self._job, self._pending[stage], TIME_TOLERANCE * until_s
+        job, pending, tolerance_s = self._job, self._pending[stage], RELATIVE_TOLERANCE * until_s
         while pending:
             _, part, microbatch = pending[0]
             duration_s = job.durations_s[WEIGHTS][part][microbatch]
@@ -299,7 +294,6 @@ class _Walk:
         if held > self._peak[stage]:
             self._peak[stage] = held
         self._orders[stage].append(turn)
-        self._end_s[stage].append(end_s)
         return end_s
 
     def finish(self) -> Filled:
@@ -313,4 +307,4 @@ class _Walk:
                 self._now_s, self._job.stage_tail_s, self._at, self._turns, strict=True
             )
         ]
-        return Filled(self._orders, self._end_s, stage_end_s, self._peak)
+        return Filled(self._orders, stage_end_s, self._peak)

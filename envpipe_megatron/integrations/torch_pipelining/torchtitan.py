@@ -40,6 +40,8 @@ _SAME_JOB = (
 )
 #: Fields of these that may change from start to start.
 _LEFT_OUT = ("steps", "dataset_path", "global_batch_size", "data_parallel_replicate_degree")
+#: The argument of torchtitan's `log` for more metrics than its own.
+_MORE = "extra_metrics"
 
 
 def hook(trainer: type[Any], **settings: Any) -> None:
@@ -85,16 +87,19 @@ def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> 
 
 
 def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callable[..., Any]:
-    """Return a function that logs energy beside torchtitan's metrics; all ranks log together."""
+    """Return a function that logs energy beside torchtitan's metrics; all ranks log together.
+
+    A user's own `log` has its own arguments: where more metrics are none, it gets no more.
+    """
+    signature = inspect.signature(log)
 
     @functools.wraps(log)
-    def with_energy(
-        step: int, average: Any, most: Any, norm: Any, extra_metrics: Any = None, **kwargs: Any
-    ) -> Any:
-        report = pipeline.report()
+    def with_energy(*args: Any, **kwargs: Any) -> Any:
+        report, given = pipeline.report(), signature.bind(*args, **kwargs)
         pipeline.say(report.line().strip(" |"))
-        extra_metrics = {**(extra_metrics or {}), **report.scalars()}
-        return log(step, average, most, norm, extra_metrics=extra_metrics, **kwargs)
+        if _MORE in signature.parameters:
+            given.arguments[_MORE] = {**(given.arguments.get(_MORE) or {}), **report.scalars()}
+        return log(*given.args, **given.kwargs)
 
     return with_energy
 

@@ -265,8 +265,13 @@ class AutoSearch:
         if in_flight is None or problem.objective.goal != Goal.ENERGY:
             return None
         raised = tuple(limit + problem.num_chunks for limit in in_flight)
-        more = self.judge(replace(problem, max_in_flight=raised))[0]
-        return 100 * max(0.0, 1 - more.score / self.judged[0].score)
+        more, now = self.judge(replace(problem, max_in_flight=raised))[0], self.judged[0].score
+        return 100 * max(0.0, 1 - more.score / now) if now else 0.0
+
+    def _won_percent(self, score: float, plan: Plan) -> float:
+        """Return what a score wins over a plan's baseline; 0 if the profile has no energies."""
+        own = self.problem.objective.judged(plan.baseline.cost)
+        return 100 * (1 - score / own) if own else 0.0
 
     def splitting(self, plan: Plan) -> str:
         """Say what splitting backwards wins for a plan; empty if only one way was judged.
@@ -276,8 +281,7 @@ class AutoSearch:
         best = {order.optimizer.schedule.split: order for order in reversed(self.judged)}
         if len(best) < 2:
             return ""
-        own = self.problem.objective.judged(plan.baseline.cost)
-        split, whole = (f"{100 * (1 - best[s].score / own):.1f} %" for s in (True, False))
+        split, whole = (f"{self._won_percent(best[s].score, plan):.1f} %" for s in (True, False))
         won = "less time" if self._by_time else "saved"
         if plan.schedule.split:
             return f"Split backwards: {split} {won} instead of {whole} without"
@@ -285,13 +289,12 @@ class AutoSearch:
 
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """Return what a user should know of the search for a plan."""
-        own = self.problem.objective.judged(plan.baseline.cost)
         tried = sum(search.orders_tried for search in self._searches)
         splits = any(s.family.split for s in self._searches)
         of = f"of whole {'and split ' if splits else ''}backwards"
         notes = [f"{tried} orders were compared."]
         if not self._by_time:
-            most = 100 * (1 - self.bound_j(plan) / own)
+            most = self._won_percent(self.bound_j(plan), plan)
             notes[0] += f" No order {of} can save more than {most:.2f} % at this deadline."
         if (
             self.problem.channel_capacity is not None
@@ -301,7 +304,8 @@ class AutoSearch:
         best = best_by_family(self.judged)
         if len(best) > 1:
             savings = ", ".join(
-                f"{order.family} {100 * (1 - order.score / own):.2f} % ({_peak(order)} in flight)"
+                f"{order.family} {self._won_percent(order.score, plan):.2f} % "
+                f"({max(order.optimizer.schedule.microbatches_in_flight):g} in flight)"
                 for order in best
             )
             notes.append(f"Families of orders by what they save before rounding: {savings}.")
@@ -340,12 +344,6 @@ def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
         assert refused is not None  # there is an order, and it got no plan
         raise refused
     return best
-
-
-def _peak(order: Judged) -> str:
-    """Return the most microbatches of a whole stage that a stage holds."""
-    schedule = order.optimizer.schedule
-    return f"{max(schedule.microbatches_in_flight):g}"
 
 
 @dataclass(frozen=True)

@@ -157,15 +157,15 @@ class EnergyMeter:
         ends when the counter could not be read or stood still.
         """
         with self._seen():
+            self._check_seen(end_s)  # first: it takes in what was read meanwhile
             times = self._times_s
-            if times and start_s < times[0] - 1e-9:
+            if start_s < times[0] - 1e-9:
                 raise MeterError(
                     f"A window began before the meter of {self._gpu.name} did, or before its "
                     "counter went back, as it does when a driver is reloaded (s)",
                     value=start_s,
                     remedy=f"The counter is known from {times[0]} s on.",
                 )
-            self._check_seen(end_s)
             return WindowEnergy(self._at(start_s), self._at(end_s))
 
     def close(self) -> None:

@@ -193,7 +193,7 @@ def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
             store.take_profile(profile)
         options, ask, check = job.options, partial(plan_online, job), partial(check_plan, job)
         limits = options.goal, options.slowdown_percent / 100, options.min_dwell_s
-        planner = Planner(store, ask, check, job.background, *limits)
+        planner = Planner(store, ask, check, job.background(), *limits)
         tuner = ShortestOrder if options.changes_only_order else Controller
         return tuner(schedule, store, planner).run(first)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import pickle
 import re
 import socket
@@ -96,7 +97,7 @@ class JobFolder:
     def __init__(
         self, path: Path | None, collectives: Collectives, given: Collection[Path] = ()
     ) -> None:
-        self._collectives, self._given = collectives, given
+        self._collectives = collectives
         #: Its lock ends with the process, however that ends, and is no child's.
         self._lock: IO[str] | None = None
         #: Where they are, and what the bill says of that.
@@ -110,6 +111,9 @@ class JobFolder:
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
                 self.path.mkdir(parents=True, exist_ok=True)
+        own = self.path and os.path.realpath(self.path)
+        #: Names of the user's files that are here; found now, since a disk may hang later.
+        self._given = {file.name for file in given if os.path.realpath(file.parent) == own}
         self.node = socket.gethostname()
         alike = collectives.on_all(self.node == collectives.from_planner(self.node))
         # Ranks of one node may append to one file; nodes that do lose each other's lines on NFS.
@@ -205,7 +209,7 @@ class JobFolder:
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         """Have the planning rank write a file, once another job's has made way."""
         path = self.path and self.path / name
-        if path is None or path in self._given or not self._collectives.is_planner:
+        if path is None or name in self._given or not self._collectives.is_planner:
             return
         try:  # a copy is written: what writing works out must not be added to what is being sent
             copied = pickle.dumps(write)
@@ -243,13 +247,14 @@ class JobFolder:
         raise AssertionError
 
 
-def _set_aside(folder: Path, given: Collection[Path], why: object) -> bool:
+def _set_aside(folder: Path, given: Collection[str], why: object) -> bool:
     """Rename a job's files but those that the user gave, so that others may have their names.
 
     False if that failed; OSError if the folder cannot be looked at.
     """
     why = f"The job starts over: {why}".rstrip(".")
-    files = {path for path in folder.glob("*.*") if _KEPT.fullmatch(path.name)}.difference(given)
+    found = (path for path in folder.glob("*.*") if _KEPT.fullmatch(path.name))
+    files = [path for path in found if path.name not in given]
     number = next(n for n in count(1) if not any(folder.glob(f"*.old{n}.*")))
     kept = []
     try:

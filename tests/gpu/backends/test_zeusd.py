@@ -161,10 +161,10 @@ def test_a_token_with_characters_that_no_header_has(daemon, monkeypatch, token, 
     """One that was read from a file may end in a line break; no log may say it."""
     daemon.tokens = {"good": ["gpu-control"]}
     monkeypatch.setenv("ZEUSD_TOKEN", token)
-    told = contextlib.nullcontext()
+    outcome = contextlib.nullcontext()
     if not good:
-        told = pytest.raises(GpuPermissionError, match=r"that no token has.*ZEUSD_TOKEN")
-    with told as refused:
+        outcome = pytest.raises(GpuPermissionError, match=r"that no token has.*ZEUSD_TOKEN")
+    with outcome as refused:
         gpu_of(daemon).lock_frequency(1380)
     assert daemon.changes == [locked(1380)] * good
     assert refused is None or token not in str(refused.value)

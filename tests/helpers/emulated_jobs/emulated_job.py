@@ -108,8 +108,8 @@ class EmulatedJob:
 
     Args:
         own_order: of a framework that runs its units itself.
-        late: how many times each best plan is looked for in vain, one plan after the other; all
-            that follow as the last.
+        late: how many times each plan is looked for in vain, one plan after the other; all that
+            follow as the last.
         rooms: whether plans of other orders than the framework's find memory for their messages,
             likewise.
     """
@@ -222,7 +222,6 @@ class EmulatedJob:
         own = framework_order(self._stages, *counts)
         rooms = chain(self._rooms, repeat(self._rooms[-1]))
         late = chain(self._late, repeat(self._late[-1]))
-        backgrounds = chain((late,), repeat(repeat(0)))
         channel = SimpleNamespace(
             capacity=None,
             make_room=lambda schedule, specs: schedule.stages == own.stages or next(rooms),
@@ -259,7 +258,7 @@ class EmulatedJob:
             collectives=collectives,
             memory=JobMemory(None, collectives, said),
             say=said if collectives.is_planner else _nothing,
-            background=lambda: Immediate(next(backgrounds)),
+            background=lambda: Immediate(late),
         )
         if collectives.is_planner:
             self.planner = parts

@@ -107,6 +107,34 @@ def test_a_trainer_trains_with_energy_in_its_metrics_and_no_checkpoint_in_the_bi
     assert how["facts"]["model"] == "llama3"
 
 
+@pytest.mark.parametrize(
+    ("log", "logged", "seen"),
+    [
+        (lambda *losses: losses, lambda log: log(1, 0.5, 0.6, 0.7, 0.8, 0.9), (1, 0.5)),
+        (
+            lambda step, global_avg_loss, extra_metrics=None: (step, extra_metrics),
+            lambda log: log(step=1, global_avg_loss=0.5),
+            (1, {"envpipe": 2}),
+        ),
+    ],
+)
+def test_functions_of_the_users_are_called_with_their_own_arguments(
+    hooked, tmp_path, log, logged, seen
+):
+    """Metrics of a user's own, and a checkpoint that is told more than when it is saved."""
+    kind, _ = hooked()
+    trainer = kind(tmp_path)
+    own = SimpleNamespace(save=lambda step, metrics: "saved", _should_save=lambda step: False)
+    trainer.metrics_processor, trainer.checkpointer = SimpleNamespace(log=log), own
+    done: list[Any] = []
+    kind.log_and_save = lambda self: done.extend(
+        (logged(self.metrics_processor.log)[:2], self.checkpointer.save(1, metrics={}))
+    )
+    torchtitan._train(trainer, trainer.log_and_save, {})
+    assert done == [seen, "saved"]
+    assert trainer.told[:2] == ["energy", "pause"]
+
+
 def test_a_trainer_that_fails_gives_clocks_back_and_asks_nobody(hooked, tmp_path):
     kind, _ = hooked(output="elsewhere")
     trainer = kind(tmp_path, fails=True)

@@ -187,6 +187,11 @@ def test_wrong_numbers_of_nodes_and_processes_are_named(name, good, bad, message
         assert value in told
 
 
+def test_a_wrong_number_of_nodes_of_a_standalone_start_is_named(monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "two")  # which torchrun's parser reads itself
+    assert "--nnodes (or NNODES) is not a number" in refused("--standalone", "train.py")
+
+
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
 def test_several_nodes_must_know_each_other(missing):
     environ = {name: value for name, value in TWO_NODES.items() if name != missing}

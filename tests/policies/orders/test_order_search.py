@@ -15,7 +15,9 @@ from planning_cases import Job, random_job
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import saving_uncertainty_percent
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -189,3 +191,14 @@ def test_orders_that_hide_the_latency_meet_deadlines_that_1f1b_misses():
     assert all(any(order.optimizer.schedule.extra_forwards) for order in judged)
     assert plan_of(judged, deadline_s).cost.iteration_time_s <= deadline_s * (1 + 1e-9)
     assert search.search(problem_of(job, max_extra_forwards=0)) == []
+
+
+def test_a_profile_without_energies_gets_an_order_that_saves_nothing():
+    times_s = uniform_profile(2, {1400: (0.1, 0.0), 1000: (0.13, 0.0)})
+    request = PlanRequest(4, "auto", "optimal", split=SplitBackward(0.5, 0.01), max_in_flight=3)
+    planned = make_plan(times_s, request)
+    assert planned.plan.cost.energy_j == 0
+    assert "can save more than 0.00 %" in planned.notes[0]
+    assert planned.auto is not None
+    assert planned.auto.next_microbatch_percent() == 0
+    assert saving_uncertainty_percent(planned.plan) is None

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,6 +163,16 @@ def test_a_counter_that_goes_back_begins_anew(gpu, meter):
         assert meter.window(start_s, end_s).energy_j == pytest.approx(wanted_j)
     assert meter.refreshes(0.0)[0][0] == pytest.approx(2.1)
     meter.close()
+
+
+def test_a_counter_that_goes_back_while_a_window_is_looked_at_spoils_it(gpu, meter):
+    """One call of `window` reads from the process that reads the counter more than once."""
+    at(meter, gpu, *np.arange(0.1, 2.05, 0.1))
+    heard = iter([[], [EnergyReading(energy_j=1.0, time_s=2.1)]])
+    reader = SimpleNamespace(error=None, take=lambda: iter(next(heard, [])), close=lambda: None)
+    meter._reader = reader
+    with pytest.raises(MeterError, match="went back"):
+        meter.window(1.0, 2.0)
 
 
 def test_no_energy_is_ever_negative_whatever_the_counter_does(gpu):

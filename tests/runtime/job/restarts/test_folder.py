@@ -1,6 +1,7 @@
 """The output folder: what another start finds, keeps and sets aside, and each node's own files."""
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -272,10 +273,11 @@ def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
     assert (tmp_path / "plan.json").exists()
 
 
-def test_a_profile_that_the_user_gave_is_not_written_over(whole):
+@pytest.mark.parametrize("by", [Path, os.path.relpath])
+def test_a_profile_that_the_user_gave_is_not_written_over(whole, by):
     """A closed loop keeps what it has learned since, but not in that file."""
     before = files(whole)
-    folder = job_folder(whole, profile=whole / "profile.csv")
+    folder = job_folder(whole, profile=Path(by(whole / "profile.csv")))
     folder.keep_profile(profiled(watts=120.0))
     after = files(whole)
     assert [after[name] for name in ("profile.csv", "profile.json")] == [
