@@ -1,6 +1,6 @@
 """A parallel configuration: the pieces of each stage, its GPUs, and what it recomputes.
 
-What its stages take and hold, by the measures of their pieces (`stage_work`, `stage_peak_bytes`);
+What its stages take and hold, by the measures of their pieces (`stage_work`, `parameter_bytes`);
 and the configuration as Megatron-LM's flags (`megatron_flags`).
 """
 

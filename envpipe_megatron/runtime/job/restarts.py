@@ -111,9 +111,11 @@ class JobFolder:
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
                 self.path.mkdir(parents=True, exist_ok=True)
-        own = self.path and os.path.realpath(self.path)
         #: Names of the user's files that are here; found now, since a disk may hang later.
-        self._given = {file.name for file in given if os.path.realpath(file.parent) == own}
+        self._given: Collection[str] = ()
+        with suppress(OSError):  # the working folder may be gone
+            own = self.path and os.path.realpath(self.path)
+            self._given = {file.name for file in given if os.path.realpath(file.parent) == own}
         self.node = socket.gethostname()
         alike = collectives.on_all(self.node == collectives.from_planner(self.node))
         # Ranks of one node may append to one file; nodes that do lose each other's lines on NFS.

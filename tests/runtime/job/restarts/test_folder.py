@@ -470,3 +470,12 @@ def test_what_is_written_does_not_change_meanwhile(tmp_path):
     folder.close()
     assert (tmp_path / "plan.json").exists()
     assert [list(vars(each)) for each in (plan, plan.schedule, plan.profile)] == before
+
+
+def test_a_working_folder_that_is_gone_ends_no_job(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    folder = JobFolder(Path("out"), alone(), {tmp_path / "profile.csv"})
+    folder.append("loop", {})
+    folder.close()
