@@ -10,6 +10,7 @@ from typing import IO, Any
 import click
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 
 def drop_output(stream: IO[Any]) -> None:
@@ -20,11 +21,11 @@ def drop_output(stream: IO[Any]) -> None:
 
 
 def say(text: str, console: Console | None = None) -> None:
-    """Print text that holds paths: they are neither broken over lines nor read as markup.
+    """Print text that holds paths: they are neither broken over lines nor read as markup or emojis.
 
     On standard output, unless a console is given.
     """
-    (console or Console()).print(text, highlight=False, markup=False, soft_wrap=True)
+    (console or Console()).print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def show_table(
@@ -38,14 +39,16 @@ def show_table(
 ) -> None:
     """Print a table, its columns aligned to the right but for those of `left` or no heading.
 
-    It cuts no word, such as a GPU's UUID: lines may be wider than a terminal.
+    It cuts no word, such as a GPU's UUID: lines may be wider than a terminal. Texts hold names that
+    others chose, and are read neither as markup nor as emojis.
     """
     columns, console = list(columns), console or Console()
-    table = Table(title=title or None, caption=caption, show_header=any(columns))
+    named = Text(title, "table.title") if title else None
+    table = Table(title=named, caption=caption, show_header=any(columns))
     for column in columns:
-        table.add_column(column, justify="right" if column and column not in left else "left")
+        table.add_column(Text(column), justify="right" if column and column not in left else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     wide = console.options.update(max_width=10_000)
     for made in table.columns:
         cells = (made.header, *made.cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import re
 import sys
@@ -24,11 +25,11 @@ from envpipe_megatron.formats.account import INTENSITY_VARIABLE, PRICE_VARIABLE
 
 
 class _Output(click.Path):
-    """A path to write to; an empty one, as of a shell's variable that is not set, is refused."""
+    """A path to write to; refuses an empty one, as of a shell's variable that is not set, and -."""
 
     def convert(self, value: Any, *of: Any) -> Any:
-        if not str(value):
-            self.fail("a path is wanted, and this is empty", *of)
+        if str(value) in ("", "-"):
+            self.fail(f"a path is wanted, and this is {value or 'empty'}", *of)
         return super().convert(value, *of)
 
 
@@ -69,6 +70,8 @@ class ErrorsAsMessages(click.Group):
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command line; what it prints is written when this ends, or it fails."""
         code = 1
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")  # names that its encoding lacks
         try:
             try:
                 return super().main(*args, **named)

@@ -136,6 +136,14 @@ class Profile:
         parts = [{r.frequency_mhz: r.energy_j for r in part[kind]} for part in self.parts(stage)]
         return {f: sum(part[f] for part in parts) for f in set(parts[0]).intersection(*parts)}
 
+    def valley_j(self, stage: int) -> dict[int, float]:
+        """Return the energy (J) of one forward plus one backward of all parts of a stage.
+
+        By the clocks that both were profiled at, rising.
+        """
+        forward_j, backward_j = (self.energy_by_clock_j(stage, kind) for kind in WHOLE)
+        return {f: j + backward_j[f] for f, j in sorted(forward_j.items()) if f in backward_j}
+
     @cached_property
     def optimal_frequency_mhz(self) -> tuple[int, ...]:
         """For each stage, the frequency at the bottom of its energy valley.
@@ -146,8 +154,7 @@ class Profile:
         """
         optimal = []
         for stage in range(self.num_stages):
-            forward_j, backward_j = (self.energy_by_clock_j(stage, kind) for kind in WHOLE)
-            both = [(j + backward_j[f], -f) for f, j in forward_j.items() if f in backward_j]
+            both = [(energy_j, -f) for f, energy_j in self.valley_j(stage).items()]
             if not both:
                 raise ProfileError(
                     f"{self.source}: stage {stage} has no frequency that both its forward and its "

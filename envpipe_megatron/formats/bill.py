@@ -284,6 +284,11 @@ class Bill:
         return {name: energy_j / iterations / count for name, count in units.items() if count}
 
 
+def num_gpus(sums: Iterable[EnergySums]) -> int:
+    """Return how many members of the job sums are of: a rank may have had several GPUs."""
+    return len({own.last.member for own in sums if own.last})
+
+
 def _mean(
     sums: Sequence[EnergySums], steps: Sequence[Sequence[float]]
 ) -> tuple[StepEnergy, StepEnergy] | None:

@@ -69,8 +69,8 @@ def why_whole_at(options: JobOptions, level: Level, of_model: str) -> str:
 
 
 def limits_of_arguments(args: argparse.Namespace, table: Iterable[ArgumentLimit]) -> list[Limit]:
-    """Return the rows of a table that a job's arguments ask for."""
-    return [row for row in table if row.asks(args)]
+    """Return the limits by those rows of a table that a job's arguments ask for."""
+    return [Limit(row.feature, row.highest, row.reason) for row in table if row.asks(args)]
 
 
 def limits_where(highest: Level, *rows: tuple[object, str, str]) -> list[Limit]:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
 from envpipe_megatron.formats.account import UNDER_BUDGETS, Tariff, account_lines
-from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.bill import Bill, num_gpus
 from envpipe_megatron.formats.energy import SHARES, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.launch.agent.ledger import log_path
@@ -135,17 +134,18 @@ def bill_csv(bill: Bill) -> str:
     facts, samples = bill.facts, bill.fact("samples_per_iteration")
     rows: list[tuple[object, ...]] = [CSV_COLUMNS]
     for phase in (Phase.WARMUP.value, Phase.STEADY.value):
-        step, total = bill.steps(phase), total_of(bill.of_phase(phase))
+        step, sums = bill.steps(phase), bill.of_phase(phase)
         if step is None or step.energy_j is None:
             continue
+        total, gpus = total_of(sums), num_gpus(sums)
         own = ("baseline", "1f1b", "default")
         if phase == Phase.STEADY:
             own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
         rows.append((
             facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
             samples / step.time_s if samples else "", total.energy_j * 1e3,
-            phase, len(total.gpus), step.iterations, step.time_s,
-            step.energy_j * len(total.gpus), total.average_power_w,
+            phase, gpus, step.iterations, step.time_s,
+            step.energy_j * gpus, total.average_power_w,
         ))  # fmt: skip
     return csv_text(rows)
 
@@ -175,7 +175,7 @@ def _show_totals(
 
 def _short(name: str) -> str:
     """Return a UUID or folder that leaves room for figures; the JSON has the whole."""
-    return escape(name if len(name) <= _LONGEST_NAME else f"{name[:8]}...{name[-5:]}")
+    return name if len(name) <= _LONGEST_NAME else f"{name[:8]}...{name[-5:]}"
 
 
 class BillReport:

@@ -259,8 +259,10 @@ def _completed(
     options = read(arguments)
     for name, (form, words) in _FORMS.items():
         if not re.fullmatch(form, value := getattr(options, name)):
+            option = f"--{name.replace('_', '-')}"
+            origin = settings[option][1] if option in settings else name.upper()
             raise EnvPipeError(
-                f"--{name.replace('_', '-')} (or {name.upper()}) is not {words}",
+                f"{option} (or {origin}) is not {words}",
                 value=value,
                 remedy="Correct it.",
             )

@@ -5,14 +5,12 @@ Enter at `report_facts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from envpipe_megatron.formats.account import NO_TARIFF, Tariff, account_lines
-from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.bill import Bill, num_gpus
 from envpipe_megatron.formats.energy import FRAMEWORK, OUTSIDE_STEPS, Phase, read_step
-from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
 from envpipe_megatron.report.bubbles import Bubbles, Predicted, find_bubbles, predict
 from envpipe_megatron.report.run_folder import RunFolder
@@ -68,11 +66,6 @@ class ReportFacts:
     changed_nothing: bool = False
 
 
-def num_gpus(sums: Iterable[EnergySums]) -> int:
-    """Return how many members of the job sums are of: a rank may have had several GPUs."""
-    return len({own.last.member for own in sums if own.last})
-
-
 def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
     """Add up what a run's folder tells, and predict what its bubbles are worth."""
     facts = replace(_metered_facts(folder, tariff), changed_nothing=folder.changed_nothing)
@@ -106,7 +99,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     means, steady, baseline = bill.compared(), bill.steps(_STEADY), _recorded(folder, bill)
     if means:
         of_gpus = (own.compared.baseline for own in bill.of_phase(_STEADY))
-        baseline = baseline or next(each for each in of_gpus if each.iterations)
+        baseline = baseline or next(each for each in of_gpus if each.time_s)
         baseline = replace(means[1], iterations=baseline.iterations)
     if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
         notes.append(
@@ -116,6 +109,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     compared = compare(*means) if means else None
     if compared is None and steady and baseline and baseline.time_s:
         compared = compare(steady, baseline)
+    comparisons = ({"": compared} if compared else {}) | bill.comparisons()
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
 
@@ -130,7 +124,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         average("baseline", _WARMUP, baseline),
         average(_STEADY, _STEADY, steady),
         compared,
-        tuple(account_lines(bill, tariff, {"": compared} if compared else {})),
+        tuple(account_lines(bill, tariff, comparisons)),
         bill,
         tuple(notes),
     )

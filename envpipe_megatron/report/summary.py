@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from envpipe_megatron import __version__
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.errors import plain
-from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.bill import Bill, num_gpus
 from envpipe_megatron.formats.energy import SHARES, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.report.bubbles import Bubbles
-from envpipe_megatron.report.facts import ReportFacts, StepFacts, num_gpus
+from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
 
 #: Titles of the sections that tell the most.

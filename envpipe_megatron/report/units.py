@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -202,7 +202,7 @@ def _joules(
     return joules
 
 
-def plan_charts(plans: Iterable[Plan], x_max_s: float | None = None) -> list[Chart]:
+def plan_charts(plans: Collection[Plan], x_max_s: float | None = None) -> list[Chart]:
     """Draw one iteration of each plan, on equal axes and colours; its critical path is dotted.
 
     `x_max_s` is the end of the time axis, the longest plan's by default; what is beyond is cut.

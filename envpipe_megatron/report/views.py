@@ -183,7 +183,7 @@ def _looks(
 
 def valley_chart(profile: Profile) -> Chart:
     """Draw the energy of a microbatch (forward and backward of all chunks) over the clock."""
-    valleys = [_valley(profile, stage) for stage in range(profile.num_stages)]
+    valleys = [profile.valley_j(stage) for stage in range(profile.num_stages)]
     stages = [f"stage {stage}" for stage in range(profile.num_stages)]
     named = list(zip(stages, series_colours(len(stages)), valleys, strict=True))
     lines = [(*names, [*valley], [*valley.values()]) for *names, valley in named]
@@ -197,17 +197,6 @@ def valley_chart(profile: Profile) -> Chart:
     ]
     label, title = "energy of a microbatch (J)", "diamonds: the clock of the least energy"
     return Chart("energy_valley", "SM clock (MHz)", label, marks, title)
-
-
-def _valley(profile: Profile, stage: int) -> dict[int, float]:
-    """Return joules of a microbatch by the clocks that all of its kinds were profiled at."""
-    by_kind = [
-        energies
-        for kind in profile.kinds
-        if any((energies := profile.energy_by_clock_j(stage, kind)).values())
-    ]
-    clocks = sorted(set.intersection(*map(set, by_kind))) if by_kind else []
-    return {mhz: sum(kind[mhz] for kind in by_kind) for mhz in clocks}
 
 
 def frontier_of(plan: Plan) -> list[Plan]:

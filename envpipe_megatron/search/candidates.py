@@ -170,6 +170,7 @@ class Candidate:
         held = [max(0.0, float(work.held_bytes.mean())) for work in self.works]
         sidecar = Sidecar(
             gpu=self.profile.gpu,
+            tensor_parallel=self.configuration.stages[0].sizes.tensor_parallel,
             num_chunks=chunks,
             p2p_latency_s=_known(self.hops_s.tolist()),
             tail_time_s=_known(self.tails_s.tolist()),

@@ -7,6 +7,7 @@ integration with DeepSpeed write it, `envpipe search` and `envpipe partition` re
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -42,6 +43,8 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
     Sizes,
 )
+
+logger = logging.getLogger(__name__)
 
 LAYERS_FORMAT = "envpipe-layers/1"
 #: A model of more pieces in all is a mistake in a file, and would fill the memory.
@@ -87,6 +90,12 @@ def _check_energies(profile: LayerProfile, path: Path) -> None:
     if metered:
         energy_j, time_s = (float(np.sum(column)) for column in zip(*metered, strict=True))
         check_power(str(path), energy_j, time_s, EnvPipeError)
+        if energy_j and not profile.has_energy:
+            logger.warning(
+                "%s has joules of some pieces, sizes or recomputations only, and none is used: "
+                "measure all.",
+                path,
+            )
 
 
 def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:

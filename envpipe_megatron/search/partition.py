@@ -75,14 +75,14 @@ class SplitSpace:
             )
         if len(profile.measures) != 1:
             raise EnvPipeError(
-                f"{profile.source} was measured at several sizes, and layers are split at one",
+                "The layers were measured at several sizes, and are split at one",
                 value=sorted(profile.measures),
                 remedy="Leave the measures of one in, or let `envpipe search` choose.",
             )
         num_layers = len(profile.pieces)
         if num_stages > num_layers:
             raise EnvPipeError(
-                f"{profile.source} has too few layers for {num_stages} stages",
+                f"The profile has too few layers for {num_stages} stages",
                 value=num_layers,
                 remedy="Each stage needs a layer; the embedding and the loss count where profiled.",
             )
@@ -111,7 +111,7 @@ class SplitSpace:
         least, _ = least_path(all_runs, held_bytes, largest=True)
         if least == 0:
             raise EnvPipeError(
-                f"{self.profile.source} has no bytes for the memory limit to apply to",
+                "The layers have no bytes for the memory limit to apply to",
                 remedy="Give parameters and activation_bytes, or leave the limit out.",
             )
         if least > limit_bytes * _SLACK:
@@ -158,7 +158,7 @@ def least_energy(space: SplitSpace, blocking_power_w: float, time_tolerance: flo
     """
     if not space.profile.has_energy:
         raise EnvPipeError(
-            f"{space.profile.source} has no energies, so no split can be said to need less",
+            "The layers have no energies, so no split can be said to need less",
             remedy="Measure forward_j and backward_j, or use --objective bottleneck.",
         )
     quickest = space.candidate(space.cuts.fastest()[1])

@@ -56,8 +56,8 @@ class Controller:
         self._within = BudgetedPlans(planner, self._budget)
         self._judge = Judge(planner.allowed())
         self._due, self._silence = Due(), Silence(own.num_stages)
-        #: Whether clocks are still planned again for the order that runs.
-        self._corrects = False
+        #: Whether the first plan is still corrected.
+        self._corrects = True
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the warm-up, forever; the first window has all of it but an iteration.
@@ -89,15 +89,23 @@ class Controller:
             yield from self._commands.run(Phase.PROFILE, look.clocked, look.iterations, look.settle)
 
     def _go_on(self) -> Run[None]:
-        """Run a window of the plan, and do what follows from it."""
-        due, may_run_own = self._due, not self._budget.forbids_own
+        """Run a window of the plan, and do what follows from it.
+
+        At first the plan is corrected: clocks are planned again from what units take in its order,
+        or the framework's where it found no memory, until nothing is better.
+        """
+        due, may_run_own, correcting = self._due, not self._budget.forbids_own, self._corrects
         window, drift = yield from self._run_plan()
+        look = not correcting and (drift.any() or due.look)
         # Where the budget is less, a window with a look would take 2 % more.
-        if (drift.any() or due.look) and may_run_own and not self._harmed():
+        if look and may_run_own and not self._harmed():
             drift = larger((yield from self._look_at_the_top()), drift)
             due.looked(calm=not drift.any())
         if self._harmed():
             yield from self._out_of_harm(window, what_drifted(drift, window), drift)
+        elif correcting:  # what drifted is in the next plan
+            if not self._planner.busy:
+                self._replan(reorder=False)
         elif drift.any():
             self._commands.note(what_drifted(drift, window) + ": planning again")
             due.plan_again(far=bool(drifted_far(drift).any()))
@@ -106,10 +114,8 @@ class Controller:
             far = bool(self._store.drifted_far.any())
             if self._judge.ease() or far:
                 due.plan_again(far=far)
-        if due.plan and not self._planner.busy:
+        if due.plan and not (self._corrects or self._planner.busy):
             yield from self._begin_plan()
-        elif self._corrects and not self._planner.busy:
-            self._replan(reorder=False)
         yield from self._take_plans()
         self._follow()
         yield from self._keep_budget(window)
@@ -140,17 +146,12 @@ class Controller:
         yield from self._plan_anew(Phase.BASELINE)
 
     def _plan_anew(self, phase: Phase) -> Run[None]:
-        """Run the framework's order at the highest clocks until there is a plan, and turn to it.
-
-        It is corrected: its clocks are planned again from what its units take, until nothing is
-        better. Where it finds no memory, so are those of the framework's order.
-        """
+        """Run the framework's order at the highest clocks until there is a plan, and turn to it."""
         yield from self._begin_plan()
         while (plans := self._take()) is None:
             yield from self._run_own(phase, 1)
         if plans:
             yield from self._adopt(plans[0])
-        self._corrects = True
 
     def _at_baseline(self) -> Run[None]:
         """Run a few iterations of the framework's order at the highest clocks."""

@@ -57,6 +57,8 @@ def test_an_output_of_a_variable_that_is_not_set_is_refused(folder, command):
     result = run(command, "--output", "", *COMMANDS.get(command, ()))
     assert result.exit_code == 2
     assert "'--output': a path is wanted, and this is empty" in result.output
+    result = run(command, "--output", "-", *COMMANDS.get(command, ()))
+    assert "'--output': a path is wanted, and this is -" in result.output
 
 
 #: What each command reads, before and behind the option of its output.
@@ -166,6 +168,16 @@ def test_the_interpreter_has_nothing_to_add():
     assert ended.returncode == 1
     assert ended.stderr.startswith(SAID)
     assert ended.stderr.count("\n") == 1
+
+
+def test_names_that_a_terminal_cannot_show(tmp_path, monkeypatch, profile_path):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    for name in ("pl\u00e4n.json", "pl\udce4n.json"):  # the other is Latin-1's, as of an old disk
+        plan_for(profile_path, tmp_path / name)
+        words = ["compare", tmp_path / name, "--profile", profile_path]
+        command = [sys.executable, "-m", "envpipe_megatron.cli", *words]
+        ended = subprocess.run(command, capture_output=True, check=True, text=True)
+        assert name.encode("ascii", "backslashreplace").decode() in ended.stdout
 
 
 def test_a_plan_for_a_device_that_is_full(profile_path):

@@ -264,7 +264,12 @@ def test_joules_of_a_layer_are_shared_out_by_time_where_a_meter_knows_them(monke
     assert weight.grad == 4.0, "once to warm up, once measured"
 
 
-def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after(monkeypatch):
+@pytest.mark.parametrize("reshaped", [False, True])
+def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after(
+    monkeypatch, reshaped
+):
+    """Of the first shapes, or of longer samples than before."""
+
     def full(*arguments, **options):
         raise MemoryFullError("too little of a test")
 
@@ -275,8 +280,9 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
     )
     engine: Any = object.__new__(EnvPipeEngine)
     job, made, said = begin()
-    made[0].session.run_iteration = full
+    setattr(made[0].session, "make_room" if reshaped else "run_iteration", full)
     given = {
+        "_reshaped": reshaped,
         "job": job,
         "global_steps": 3,
         "_own_steps_left": 0,

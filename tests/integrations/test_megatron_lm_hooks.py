@@ -4,6 +4,7 @@ megatron-core is imported when a test needs it: it takes seconds, in every worke
 """
 
 import argparse
+import pickle
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -450,7 +451,8 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
     monkeypatch.setattr(training, "get_model_config", lambda chunk: config)
     monkeypatch.setattr(training, "num_microbatches_of", lambda args: 5)
     monkeypatch.setattr(training, "limits_of", lambda model: [])
-    monkeypatch.setattr(training, "limits_of_ranks", lambda own: own)
+    exchanged: list[Any] = []
+    monkeypatch.setattr(training, "limits_of_ranks", lambda own: exchanged.extend(own) or own)
     monkeypatch.setattr(training, "of_all_ranks", lambda own: [own])
     monkeypatch.setattr(training, "facts_of", lambda args: {})
     group: Any = None
@@ -462,4 +464,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
         )
         hooks.Training(args, usual, LIMITS, [gpt(), gpt(), gpt()], group)
     assert [job.level for job in made] == [Level.OBSERVE] * 2
+    # Limits by a variable that one rank has are those of all: they would wait for each other.
+    assert "reinforcement learning" in {limit.feature for limit in exchanged}
+    assert pickle.loads(pickle.dumps(exchanged)) == exchanged
     assert (made[1].options.scheduling, made[1].options.max_in_flight) == ("1f1b", None)

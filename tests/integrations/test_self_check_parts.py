@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections import UserDict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,29 @@ def test_each_run_begins_where_the_first_one_did():
     assert began == [((0.0,) * 3 and [0.0] * 3, [1.0, 1.0], 0, 1, [])] * 3
     assert ended == [ended[0]] * 3
     assert ended[0][2] == 2
+
+
+def test_data_that_come_in_the_same_memory_are_those_of_the_first_run():
+    """Else training would go on from gradients of the last microbatch only."""
+    from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
+
+    buffer = torch.zeros(1)
+    source = (buffer.fill_(number) for number in range(3))
+    iteration = RepeatedIteration([], source)
+    for _ in range(2):
+        assert iteration.run(lambda data: [item.item() for item in data]) == [0.0, 1.0, 2.0]
+
+
+def test_batches_of_any_class_are_those_of_the_first_run():
+    from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
+
+    iteration = RepeatedIteration([], iter([UserDict(x=torch.ones(2), y=[3])]))
+
+    def run(data):
+        batch = next(data)
+        return batch.pop("x").mul_(2).tolist(), batch["y"].pop()
+
+    assert [iteration.run(run) for _ in range(2)] == [([2.0, 2.0], 3)] * 2
 
 
 def test_sums_for_the_log_are_those_of_one_run():

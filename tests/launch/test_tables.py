@@ -185,6 +185,17 @@ def test_csv_begins_with_envpipes_columns_and_sums_over_nodes():
         assert float(told["Average power (W)"]) == energy_j / 2
 
 
+def test_csv_counts_a_rank_once_that_had_another_gpu_after_a_restart():
+    lines = [window(gpu, 0, run="a 2026-01-01T00:00:00") for gpu in range(2)]
+    lines += [
+        window(gpu, 1, node="n1", gpu_uid=f"of n1 {gpu}", run="a 2026-01-02T00:00:00")
+        for gpu in range(2)
+    ]
+    (row,) = csv.DictReader(bill_csv(bill(*lines)).splitlines())
+    assert (row["GPUs"], row["Iterations"]) == ("2", "2")
+    assert float(row["Energy per iteration (J)"]) == 200
+
+
 def test_csv_of_a_job_that_tells_nothing_of_itself():
     (row,) = csv.DictReader(bill_csv(bill(window())).splitlines())
     assert row["Model"] == row["Throughput (sample/s)"] == ""

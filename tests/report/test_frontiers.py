@@ -6,7 +6,7 @@ import run_made
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import make_profile
-from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.profile_rows import ProfileRow, SplitBackward
 from envpipe_megatron.policies.planner import make_frontier
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.charts import INK
@@ -60,6 +60,12 @@ def test_a_valley_marks_the_optimum_of_each_stage():
     assert (optima.columns["x"], optima.columns["y"]) == ([900] * 3, [300.0] * 3)
     assert optima.colour != INK, "which a page in dark mode has for its background"
     assert len(dots.columns["x"]) == 9
+
+
+def test_a_valley_counts_a_backward_once_that_was_measured_in_two_parts_too():
+    split = PROFILE.with_split_backwards(SplitBackward(overhead=0.01))
+    lines, *_ = valley_chart(split).marks
+    assert lines.columns["y"][0] == [300.0, 330.0, 420.0]
 
 
 def test_a_stage_without_common_clocks_has_no_valley():

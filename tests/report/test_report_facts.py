@@ -70,6 +70,17 @@ def test_windows_alone_tell_of_how_many_iterations_their_baseline_is():
     assert facts.compared.saving_percent == 50
 
 
+def test_batches_of_each_size_are_in_the_account():
+    base = StepEnergy(3, 2.0, None, 200.0, None)
+    lines = window(0, 4, 5, energy_j=300), window(0, 0, 3, energy_j=400, phase="steady m4")
+    of_full, saved, of_m4, saved_m4, _ = report_facts(
+        folder(*(replace(line, baseline=base) for line in lines))
+    ).account
+    assert "own baseline: a step takes 2 s (0.00 % less time) and 150 J" in of_full
+    assert "own baseline, batches of m4: a step takes 2 s (0.00 % less time) and 100 J" in of_m4
+    assert (saved[:17], saved_m4[:17]) == ("in 2 such steps: ", "in 4 such steps: ")
+
+
 def test_notes_alone_are_told_without_energies():
     facts = report_facts(folder(EnergyNote("n1", "begun", {})))
     assert facts.phases == ()

@@ -92,6 +92,15 @@ def test_what_is_written_is_read_and_fits_the_schema(tmp_path, profile):
     assert read_layers(path).source == str(path)
 
 
+def test_joules_that_are_not_used_since_some_lack_are_named(tmp_path, caplog):
+    profile = profile_with()
+    for by_piece in profile.measures.values():
+        by_piece["loss"] = measure(0.5, energy=False)
+    (tmp_path / "layers.json").write_text(layers_text(profile))
+    assert not read_layers(tmp_path / "layers.json").has_energy
+    assert "joules of some pieces, sizes or recomputations only, and none is used" in caplog.text
+
+
 def test_every_field_of_the_schema_is_written():
     data = json.loads(layers_text(profile_with()))
     assert data.keys() == SCHEMA["properties"].keys()

@@ -67,7 +67,7 @@ def test_what_all_units_of_an_iteration_share_is_no_drift():
     ran = run(160, lambda at: {(0, s): slower(float(common[at])) for s in range(STAGES)})
     planned = [at for at, text in ran.said if at >= 60 and "planning again" in text]
     assert len(planned) <= 1
-    assert ran.longer(60, 160) < 0.015  # what chance gives here: 0.3 to 1.4 % with other numbers
+    assert ran.longer(60, 160) < 0.02  # what chance gives here: 0.0 to 1.9 % with other numbers
 
 
 def test_a_pause_in_a_baseline_does_not_blind():

@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from envpipe_megatron.cli.common import COUNTS, OUTPUT_FILE, check_outputs, numbers
 from envpipe_megatron.console import say, show_table
@@ -241,7 +240,7 @@ def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
         "SM clock now": f"{now['observed_mhz']} MHz{asked}",
         "power now": f"{now['power_w']:.1f} W{limit}",
         "held back by": ", ".join(now["throttle_reasons"]) or "nothing that it reports",
-        "slowed by": escape(slowed),
+        "slowed by": slowed,
     }
     show_table(f"GPU {now['index']}: {gpu.name}", ("", ""), filter(all, rows.items()))
 

@@ -286,7 +286,7 @@ def _make_memory_frontier(profile: Profile, request: PlanRequest, path: Path) ->
     rows = (
         (
             point.max_extra_forwards, f"{point.peak_in_flight:g}", plan.schedule.name,
-            *vars(plan.cost).values(), plan.energy_lower_bound_j,
+            plan.cost.iteration_time_s, plan.cost.energy_j, plan.energy_lower_bound_j,
             plan.cost.saving_percent(plan.baseline.cost),
         )
         for point, plan in zip(points, plans, strict=True)

@@ -167,14 +167,13 @@ def _warn_of_links(profile: LayerProfile, job: Job) -> None:
     links = profile.links
     if job.num_gpus > 1 and links.within_node is None and not links.all_reduce:
         logger.warning(
-            "%s knows no links: messages and reductions are taken to cost nothing. Profile the "
-            "layers on two GPUs or more.",
-            profile.source,
+            "The profile knows no links: messages and reductions are taken to cost nothing. "
+            "Profile the layers on two GPUs or more."
         )
     elif job.num_gpus > job.gpus_per_node and links.across_nodes is None:
         logger.warning(
-            "%s knows no links across nodes: they are taken to be as fast as those within one.",
-            profile.source,
+            "The profile knows no links across nodes: they are taken to be as fast as those within "
+            "one."
         )
 
 
@@ -185,7 +184,7 @@ def _with_power(
     if preset is not None:
         if profile.has_energy:
             raise EnvPipeError(
-                f"{profile.source} has measured joules, which a model would replace",
+                "The profile has measured joules, which a model would replace",
                 value=preset,
                 remedy="Leave --power-model out.",
             )

@@ -267,16 +267,16 @@ def zero_bubble(
     input gradients and forwards take turns, and each weight gradient comes as much later than its
     input gradient as memory allows. `max_in_flight` microbatches are held by every stage at most:
     p by default, which stage 0 of 1F1B holds (ZB-H1); `2 p - 1` is ZB-H2, and more buys nothing.
-    ScheduleError: less than p.
+    ScheduleError: less than p, and than there are.
     """
-    most = num_stages if max_in_flight is None else max_in_flight
-    if most < num_stages:
+    most, least = max_in_flight or num_stages, min(num_stages, num_microbatches)
+    if most < least:
         raise ScheduleError(
             "Zero-bubble orders hold as many microbatches as there are stages, or more",
             value=most,
-            remedy=f"Allow {num_stages} in flight.",
+            remedy=f"Allow {least} in flight.",
         )
-    most = min(most, 2 * num_stages - 1)
+    most = min(max(most, num_stages), 2 * num_stages - 1)
     behind = range(num_stages)[::-1]
     # Of each stage, with the forward that comes in turn with the first backward.
     warmups = [1 + each + min(each, most - num_stages) for each in behind]

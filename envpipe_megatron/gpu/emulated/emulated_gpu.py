@@ -64,7 +64,10 @@ class EmulatedGpu(VendorGpu):
         reference = str(resolve_preset(preset)) if preset.endswith(".toml") else preset
         file = StateFile(_folder(root), index)
         fresh = EmulatedState(reference, model.max_frequency_mhz)
-        found = file.change(lambda state: state.preset, fresh=fresh)
+        if file.path.exists():  # and is not written: its disk may be full
+            found = file.read().preset
+        else:
+            found = file.change(lambda state: state.preset, fresh=fresh)
         if found != reference:
             raise GpuError(
                 f"Emulated GPU {file.path} exists with preset {found!r}",

@@ -47,6 +47,8 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _takes_tuple: bool
     _prints: bool
     _specs: StageSpecs
+    #: Whether messages may have grown since memory was made for them.
+    _reshaped = False
 
     def take_job(self, job: LeveledJob, *, prints: bool) -> None:
         """Have its session execute training steps; `prints`: print energy where DeepSpeed does."""
@@ -99,6 +101,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     def reset_activation_shape(self) -> None:
         """Reset shapes, and leave the next steps to DeepSpeed: new shapes are learned there."""
         super().reset_activation_shape()
+        self._reshaped = True
         self._own_steps_left = max(self._own_steps_left, self._own_steps)
 
     def _exec_schedule(self, pipe_schedule: pipe.PipeSchedule) -> None:
@@ -118,6 +121,9 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
         try:
+            if self._reshaped:
+                self.session.make_room(self._specs)
+                self._reshaped = False
             self.session.run_iteration(self.micro_batches, self._specs, lambda _: _Units(self))
         except MemoryFullError as error:  # on all ranks, and no unit has run
             self._leave_to_deepspeed(str(error))

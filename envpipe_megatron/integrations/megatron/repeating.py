@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from copy import copy
+from copy import copy, deepcopy
 from itertools import tee
 from typing import Any
 
@@ -82,21 +82,28 @@ class RepeatedIteration:
 
 
 def _items(source: Iterator[Any]) -> Iterator[Any]:
-    """Yield what is left of a source, of which Megatron's have no other method than `next`."""
+    """Yield what is left of a source, of which Megatron's have no other method than `next`.
+
+    As copies: a source may fill the same memory with its next item.
+    """
     with suppress(StopIteration):
         while True:
-            yield next(source)
+            yield _copy_of(next(source))
 
 
 def _copy_of(item: Any) -> Any:
-    """Return a copy of an item's containers, tensors, and generators of random numbers."""
+    """Return a copy of an item, but for what cannot be copied, such as locks."""
     if type(item) in (list, tuple):
         return type(item)(map(_copy_of, item))
     if type(item) is dict:
         return {key: _copy_of(value) for key, value in item.items()}
     if isinstance(item, torch.Generator):
         return item.clone_state()
-    return item.clone() if isinstance(item, torch.Tensor) else item
+    if isinstance(item, torch.Tensor):
+        return item.clone()
+    with suppress(Exception):  # of a class of its own, which forwards may change too
+        return deepcopy(item)
+    return item
 
 
 def _random_states() -> Callable[[], None]:

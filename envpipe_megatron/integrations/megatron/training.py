@@ -96,7 +96,8 @@ class Training(LeveledJob):
             options,
             framework,
             say_line,
-            (*limits_of_arguments(args, table), *limits_of_ranks(limits_of(model))),
+            # Some arguments' limits are by variables, which nodes may have different ones of.
+            limits_of_ranks((*limits_of_arguments(args, table), *limits_of(model))),
         )
         self._checked = bool(self.decision.to_check) or options.self_check == "always"
         #: What runs at level `order`, once Megatron's own function is known.

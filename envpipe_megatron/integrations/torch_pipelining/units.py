@@ -35,6 +35,9 @@ from envpipe_megatron.integrations.hooking import replaced
 #: Integers as long as a number, to compare bits by.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
+#: What a backward is given, in its order; names of the number of a microbatch.
+_ARGUMENTS = "bwd_chunk_id", "loss", "full_backward"
+_CHUNK_IDS = "bwd_chunk_id", "fwd_chunk_id"
 #: Kinds of those whose arguments do not matter.
 _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
 _NOT_TRIED = "none was tried in two parts"
@@ -109,22 +112,24 @@ class Units:
         own = getattr(stage, name)
         forward = name == _ORDINARY[0]
 
-        def unit(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        def unit(*args: Any, **kwargs: Any) -> Any:
             if self.reporter is None:
-                return own(microbatch, *args, **kwargs)
-            whole = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
-            kinds = _KINDS.get(name) or self._backward(whole=whole)
+                return own(*args, **kwargs)
+            given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+            # A schedule of the user's may name it, and a stage of the user's may know it.
+            microbatch = next((given[each] for each in _CHUNK_IDS if each in given), None)
+            microbatch = microbatch if isinstance(microbatch, int) else None
+            kinds = _KINDS.get(name) or self._backward(whole=given.get("full_backward", True))
             for kind in kinds[:-1]:
                 self.reporter.begin(SeenUnit(kind, microbatch, chunk, combined=True))
                 self.reporter.end()
             self.reporter.begin(SeenUnit(kinds[-1], microbatch, chunk))
             if self.seen is None:
-                result = own(microbatch, *args, **kwargs)
+                result = own(*args, **kwargs)
             else:
                 if name == _ORDINARY[1] and self.why_whole is not None:
-                    loss = args[0] if args else kwargs.get("loss")
-                    self._look_at_parts(stage, chunk, microbatch, loss)
-                run = partial(own, microbatch, *args, **kwargs)
+                    self._look_at_parts(stage, chunk, microbatch, given.get("loss"))
+                run = partial(own, *args, **kwargs)
                 result = self._watched(stage, chunk, run, forward=forward)
             if forward and stage.is_last:
                 self._awaits_loss = True
@@ -149,7 +154,7 @@ class Units:
             self.why_whole[chunk] = f"torch would compute {called[0]} again for each of its weights"
         return result
 
-    def _look_at_parts(self, stage: Any, chunk: int, microbatch: int, loss: Any) -> None:
+    def _look_at_parts(self, stage: Any, chunk: int, microbatch: int | None, loss: Any) -> None:
         """Find out why a chunk's backwards stay whole: the first backward shows what they do."""
         assert self.seen is not None
         assert self.why_whole is not None
@@ -203,18 +208,18 @@ def known_reason(stages: Sequence[Any]) -> str:
     return ""
 
 
-def seen_reason(stage: Any, microbatch: int, loss: torch.Tensor | None) -> str:
+def seen_reason(stage: Any, microbatch: int | None, loss: torch.Tensor | None) -> str:
     """Return why a stage's backwards stay whole, by one that is about to run; or nothing.
 
     The backward is run both ways on the side; gradients are left as they were.
     """
     if stage.is_first:
         return ""  # torch runs all of it in the second part
-    outputs, inputs = stage.fwd_cache[microbatch]
-    gradients = None if stage.is_last else stage._retrieve_recv_grads(microbatch)
-    outputs = [loss] if stage.is_last else list(outputs)
-    weights = [weight for weight in stage.submod.parameters() if weight.requires_grad]
     try:
+        outputs, inputs = stage.fwd_cache[microbatch]
+        gradients = None if stage.is_last else stage._retrieve_recv_grads(microbatch)
+        outputs = [loss] if stage.is_last else list(outputs)
+        weights = [weight for weight in stage.submod.parameters() if weight.requires_grad]
         if reason := _reason_of_graph(outputs, inputs, weights):
             return reason
         leaves = [*weights, *(each for each in inputs if isinstance(each, torch.Tensor))]

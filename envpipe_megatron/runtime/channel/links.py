@@ -235,14 +235,15 @@ class _Maker:
         eagerly, making one splits the job's own. Each has a first exchange, since they block both
         hosts when they come into being.
         """
-        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
+        everyone = of_all_ranks((tuple(self._ranks), tuple(boundaries), blocks))
+        if any(blocks for *_, blocks in everyone):
             raise ChannelError(
                 "With CUDA_LAUNCH_BLOCKING a receive stops the host for ever",
                 remedy="Leave it out, or debug without EnvPipe.",
             )
-        everyone = of_all_ranks((tuple(self._ranks), tuple(boundaries)))
         groups: dict[tuple[int, Kind], dist.ProcessGroup] = {}
-        for pipeline, needed in sorted(set(everyone)):
+        for pipeline, needed, _ in sorted(set(everyone)):
             for boundary in needed:
                 pair = sorted((pipeline[boundary], pipeline[(boundary + 1) % len(pipeline)]))
                 for kind in WHOLE:

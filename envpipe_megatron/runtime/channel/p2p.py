@@ -14,6 +14,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 
 import torch
@@ -169,8 +170,9 @@ class P2PChannel:
         has_any = self._side is not None or self._groups
         if has_any and os.getpid() == self._pid and threading.main_thread().is_alive():
             closing = threading.Thread(target=self._give_back, name="envpipe-close", daemon=True)
-            closing.start()
-            closing.join(_CLOSE_S)
+            with suppress(RuntimeError):  # threads are used up: all stays
+                closing.start()
+                closing.join(_CLOSE_S)
 
     def _give_back(self) -> None:
         side, self._side, self._carriers = self._side, None, {}

@@ -70,7 +70,8 @@ class ClockWatch:
         self._error: Exception | None = None
         self._stop: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="envpipe-watch", daemon=True)
-        self._thread.start()
+        with suppress(RuntimeError):  # threads are used up: nobody looks
+            self._thread.start()
 
     def sample(self) -> None:
         """Look once, now. A back end that fails ends nothing; the first failure is kept."""
@@ -102,7 +103,8 @@ class ClockWatch:
     def close(self) -> None:
         """Stop looking; a look that a driver does not come back from is left behind."""
         self._stop.put(None)
-        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
 
     def summary(self) -> dict[str, Any]:
         """Return what was seen, for the job's summary.

@@ -132,18 +132,20 @@ def connect_to_agent(
 
 def _connected(address: str, hello: Mapping[str, object]) -> tuple[AgentLink | None, Any]:
     """Return a link to the agent, None if it does not answer, and where it adds up the job's."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.settimeout(_ANSWER_S)
-        connection.connect(f"\0{address}")
-        if peer_uid_and_pid(connection)[0] not in (os.geteuid(), 0):
-            raise GuardError("Another user listens there", value=address)
-        send(connection, hello)
-        if (answer := receive(connection)) is None:
-            raise ConnectionError("it hung up")
-    except (OSError, GuardError) as error:
+        with contextlib.ExitStack() as failing:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            failing.enter_context(connection)
+            connection.settimeout(_ANSWER_S)
+            connection.connect(f"\0{address}")
+            if peer_uid_and_pid(connection)[0] not in (os.geteuid(), 0):
+                raise GuardError("Another user listens there", value=address)
+            send(connection, hello)
+            if (answer := receive(connection)) is None:
+                raise ConnectionError("it hung up")
+            failing.pop_all()
+    except Exception as error:  # of any kind: other ranks wait
         why = "The node's agent does not answer, so this rank writes its own log, %s*.jsonl: %s"
         logger.error(why, _UNBILLED, error)
-        connection.close()
         return None, None
     return AgentLink(connection, str(answer.get("node"))), answer.get("endpoint")

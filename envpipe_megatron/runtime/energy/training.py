@@ -10,12 +10,13 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
 from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import (
@@ -252,8 +253,16 @@ class TrainingEnergy:
     def _over_gpus(
         self, step: StepEnergy | None
     ) -> tuple[StepEnergy | None, tuple[StepEnergy, ...]]:
-        """Return the mean step on all GPUs, and on each stage's; none if a GPU has no step."""
-        by_stage = self._collectives.by_stage(np.array(step_sums(step)), SUM)
-        found = [mean_steps(sums) for sums in (SUM(by_stage), *by_stage)]
-        mean, *stages = (means and means[0] for means in found)
+        """Return the mean step on all GPUs, and on each stage's; none if a GPU has no step.
+
+        Each GPU counts once: some leave out more of their first steps than others.
+        """
+        one, steps = step and replace(step, iterations=1), step.iterations if step else 0
+        by_stage = self._collectives.by_stage(np.array([*step_sums(one), steps]), SUM)
+
+        def mean_of(sums: FloatArray) -> StepEnergy | None:
+            means = mean_steps(sums[:-1])
+            return means and replace(means[0], iterations=round(sums[-1] / sums[0]))
+
+        mean, *stages = map(mean_of, (SUM(by_stage), *by_stage))
         return mean, tuple(each for each in stages if each is not None)

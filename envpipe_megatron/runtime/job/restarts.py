@@ -25,7 +25,7 @@ from envpipe_megatron.files import is_of_this_job, lock_file
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.job_file import JobKeys, StoredJob, read_job
 from envpipe_megatron.formats.steps import BaselineEnergy
-from envpipe_megatron.gpu.base import Gpu, GpuError
+from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions
 from envpipe_megatron.runtime.writer import Writer
@@ -75,7 +75,7 @@ def _if_known(read: Callable[[], object]) -> object:
     """Return a fact of a GPU; None where it cannot be read: who needs it says so."""
     try:
         return read()
-    except GpuError:
+    except Exception:  # a driver may fail in any way; training must go on
         return None
 
 
@@ -111,9 +111,11 @@ class JobFolder:
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
                 self.path.mkdir(parents=True, exist_ok=True)
-        own = self.path and os.path.realpath(self.path)
         #: Names of the user's files that are here; found now, since a disk may hang later.
-        self._given = {file.name for file in given if os.path.realpath(file.parent) == own}
+        self._given: Collection[str] = ()
+        with suppress(OSError):  # the working folder may be gone
+            own = self.path and os.path.realpath(self.path)
+            self._given = {file.name for file in given if os.path.realpath(file.parent) == own}
         self.node = socket.gethostname()
         alike = collectives.on_all(self.node == collectives.from_planner(self.node))
         # Ranks of one node may append to one file; nodes that do lose each other's lines on NFS.

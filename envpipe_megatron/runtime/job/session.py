@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from envpipe_megatron.runtime.execution.stage_run import (
 from envpipe_megatron.runtime.job.iterations import Batches, Iterations
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import ControlFile, PhaseParts, SessionState, note
+from envpipe_megatron.runtime.job.planning import make_room_for_messages
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.runtime.memory.stage import device_memory
@@ -221,6 +223,15 @@ class Session:
         execute(work, run, self.parts.channel, specs, watch)
         self._running = run
         self.close_iteration()
+
+    def make_room(self, specs: StageSpecs) -> None:
+        """Have memory for messages of other shapes than before; every rank calls it.
+
+        Raises MemoryFullError on all ranks alike.
+        """
+        if self._batches.now is not None:
+            order = self._batches.now.order.schedule
+            make_room_for_messages(replace(self.parts, specs=specs), order)
 
     @property
     def may_split(self) -> bool:

@@ -99,3 +99,17 @@ def test_what_cannot_be_compared(profile_path, tmp_path, plans):
     run_well("compare", moved / "a.json", "--profile", profile_path)
     more.write_text("{}")
     assert "field 'format'" in run_badly("compare", more)
+
+
+def test_names_of_files_and_plans_are_shown_as_they_are(monkeypatch, profile_path, plans):
+    # Rich reads tags in brackets as styles, and `:a:` as an emoji.
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(plans[0].parent)
+    Path("of[").mkdir()
+    for name in ("of[red]:a:.json", "of[/b].json"):
+        Path(name).write_bytes(plans[0].read_bytes())
+        assert name in run_well("compare", "a.json", name, "--profile", profile_path).stdout
+    plan = json.loads(plans[0].read_text()) | {"policy": "of [/b]"}
+    Path("a.json").write_text(json.dumps(plan))
+    words = ["simulate", "--profile", profile_path, "--plan", "a.json"]
+    assert "of [/b] on" in run_well(*words).stdout

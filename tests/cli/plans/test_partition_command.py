@@ -1,5 +1,6 @@
 """`envpipe partition`: from a layer profile to Megatron's flags and a stage profile."""
 
+import json
 import shlex
 
 import pytest
@@ -63,6 +64,16 @@ def test_flags_and_a_profile_that_can_be_planned(layers_path, tmp_path, objectiv
     times = [kinds["forward"][0].time_s for kinds in profile.rows]
     assert times == pytest.approx([0.035, 0.04, 0.03])
     plan_for(output, tmp_path / "plan.json", "--schedule", "envpipe", "--policy", "envelope")
+
+
+def test_a_profile_of_tensor_parallel_layers_counts_all_gpus(layers_path, tmp_path):
+    layers = json.loads(layers_path.read_text())
+    for measure in layers["measures"]:
+        measure["tensor_parallel"] = 2
+    layers_path.write_text(json.dumps(layers))
+    output = tmp_path / "profile.csv"
+    partition(layers_path, output)
+    assert read_profile(output).sidecar.tensor_parallel == 2
 
 
 def test_the_figures_of_the_split(tmp_path):

@@ -140,6 +140,10 @@ def test_less_memory_than_1f1bs_first_stage_is_refused():
         zero_bubble(4, 8, 3)
     with pytest.raises(ScheduleError, match="less than one microbatch"):
         zero_bubble_v(4, 8, 1)
+    # More than there are is asked of nobody.
+    assert zero_bubble(4, 2, 2).stages == zero_bubble(4, 2).stages
+    with pytest.raises(ScheduleError, match="Allow 2 in flight"):
+        zero_bubble(4, 2, 1)
 
 
 def level_job(stages, microbatches, limit):

@@ -279,10 +279,11 @@ def test_a_state_that_cannot_be_written_is_not_lost_in_silence(gpu):
     assert gpu.requested_frequency_mhz is None
 
 
-def test_a_full_disk_ends_no_work_of_an_emulated_gpu(gpu, caplog):
+def test_a_full_disk_ends_no_work_of_an_emulated_gpu(gpu, round_preset, caplog):
     """It goes on for its process, and others see it once the disk takes it."""
     full = gpu._file.path.with_name("gpu0.json.new")
     full.mkdir()
+    gpu = EmulatedGpu.create(round_preset, 0, full.parent)  # the next job of the same GPU
     _, end_s = gpu.run_unit("forward", 0.1, 0.0)
     gpu.advance_to(end_s + 1)
     other = EmulatedGpu.open(full.parent, 0)

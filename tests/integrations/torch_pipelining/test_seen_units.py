@@ -77,6 +77,26 @@ def test_what_the_order_of_units_may_change_is_seen(forward, backward, seen):
     assert [limit.highest for limit in limits] == [Level.UNITS] * len(seen)
 
 
+@pytest.mark.parametrize(
+    ("backward", "given", "seen"),
+    [
+        (lambda bwd_chunk_id, loss=None: loss, {"bwd_chunk_id": 2, "loss": 0.5}, "B2"),
+        (lambda loss=None: loss, {"loss": 0.5}, "B"),
+    ],
+)
+def test_a_users_schedule_may_name_a_microbatch_or_leave_it_to_the_stage(backward, given, seen):
+    """And what cannot be looked at ends no step."""
+    stage: Any = Stage()
+    stage.is_first, stage.backward_one_chunk = False, backward
+    units = Units([stage], split=False)
+    assert stage.backward_one_chunk(**given) == 0.5
+    units.reporter, units.seen, units.why_whole = UnitRecorder(), set(), {}
+    for _ in range(2):
+        assert stage.backward_one_chunk(**given) == 0.5
+    assert list(map(str, units.reporter.units)) == [seen] * 2
+    assert units.why_whole[0] == "torch does not run it in two parts: AttributeError"
+
+
 def test_an_object_gets_its_own_function_back():
     stage, schedule = Stage(), SimpleNamespace(step=print, _maybe_compute_loss=max)
     units = Units([stage], split=False)

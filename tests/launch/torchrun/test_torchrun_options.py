@@ -162,6 +162,8 @@ def test_processes_by_default(gpus, processes, environ):
     assert options(plan) == (f"--nproc-per-node={processes}",)
     no_gpus = here("train.py", gpus=gpus, **SLURM | {"SLURM_GPUS_ON_NODE": "0"})
     assert no_gpus.read.nproc_per_node == processes
+    told = refused("train.py", **SLURM | {"SLURM_GPUS_ON_NODE": "a100:8"})
+    assert "--nproc-per-node (or SLURM_GPUS_ON_NODE) is not a number from 1" in told
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """The channel's making: what carries messages between which stages, agreed by all ranks."""
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,18 +109,21 @@ class MadeUpJob:
 
     def channels(self, **options: Any) -> list[P2PChannel]:
         """Each rank's."""
+        outcomes = self.outcomes(**options)
+        for error in outcomes:
+            if isinstance(error, BaseException):
+                raise error
+        return outcomes
+
+    def outcomes(self, **options: Any) -> list[Any]:
+        """Each rank's channel, or its error."""
 
         def make() -> P2PChannel:
             pipeline: Any = self.pipelines[self.turns.rank % len(self.pipelines)]
             collectives: Any = PipelineCollectives(self.turns, pipeline, self.size)
             return links.make_channel(pipeline, collectives, timeout=SECONDS, **options)
 
-        outcomes = self.turns.run(*[make] * self.size)
-        made = [each for each in outcomes if isinstance(each, P2PChannel)]
-        for error in outcomes:
-            if isinstance(error, BaseException):
-                raise error
-        return made
+        return self.turns.run(*[make] * self.size)
 
     def _device(self, exchange: Any) -> FakeDevice:
         device = FakeDevice(self.turns, self.turns.rank)
@@ -334,6 +339,12 @@ def test_transfers_that_cannot_work_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with pytest.raises(ChannelError, match="CUDA_LAUNCH_BLOCKING"):
         job.channels(carrier="receives")
+    # All ranks refuse, also where it is set on one: the others would wait for it.
+    by_rank = SimpleNamespace(get=lambda *_: str(int(job.turns.rank == 1)))
+    monkeypatch.setattr(links, "os", SimpleNamespace(environ=by_rank))
+    monkeypatch.setattr(links, "hardware_capacity", lambda variables: None)
+    outcomes = job.outcomes(carrier="receives")
+    assert [type(outcome) for outcome in outcomes] == [ChannelError] * 2
     with pytest.raises(ChannelError, match="'ucc'"):
         MadeUpJob(monkeypatch, 2, backend="ucc").channels()
 
@@ -373,6 +384,10 @@ def test_a_closed_channel_leaves_no_group(monkeypatch):
     job, gone = MadeUpJob(monkeypatch, 3), []
     channels = job.channels(carrier="receives")
     monkeypatch.setattr(dist, "destroy_process_group", gone.append, raising=False)
+    with monkeypatch.context() as full:  # of threads: the groups stay, and training goes on
+        full.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError))
+        channels[0].close()
+    assert not gone
     for rank, channel in enumerate(channels):
         gone.clear()
         channel.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fake_gpu import FakeGpu
@@ -253,6 +254,14 @@ def test_a_driver_that_hangs_does_not_keep_the_watch_open(monkeypatch):
     closing.join(10)
     assert not closing.is_alive()
     come_back.set()
+
+
+def test_without_a_thread_nobody_looks_and_training_goes_on(monkeypatch):
+    start = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    watch = Watched().watch
+    watch.close()
+    assert watch.summary()["judged"] == 0
 
 
 def test_what_held_the_clock_back_lately(watched):

@@ -1,6 +1,7 @@
 """What a rank tells its node's agent, and that it never waits for it."""
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fake_gpu import FakeGpu
@@ -147,6 +149,16 @@ def test_without_an_agent_there_is_no_link(monkeypatch, value, caplog):
     assert link_to(ranks) is None
     assert ranks.gathered == [(None, None)]  # the other ranks wait for it
     assert caplog.text == ""
+
+
+def test_a_rank_that_can_open_no_socket_keeps_no_other_waiting(monkeypatch, caplog):
+    monkeypatch.setenv(AGENT_VARIABLE, "nobody-listens")
+    full = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr(agent_link.socket, "socket", Mock(side_effect=full))
+    ranks = Ranks(None)
+    assert connect_to_agent(FakeGpu(), LABELS, ranks) is None  # type: ignore[arg-type]
+    assert len(ranks.gathered) == 1
+    assert "Too many open files" in caplog.text
 
 
 def test_the_planner_has_its_agent_collect_and_tells_all_ranks(pretend, monkeypatch):

@@ -243,6 +243,28 @@ def test_a_stretch_of_the_frameworks_order_renews_the_baseline(rank):
     assert len(job.described) == 2
 
 
+def test_gpus_that_leave_out_other_steps_count_alike_in_a_baseline(rank):
+    """One that was slow for longer, whose mean is of fewer steps, is a GPU as others are."""
+    sent: list[Any] = []
+
+    def by_stage(sums: Any, merge: Callable[..., Any]) -> list[Any]:
+        sent.append(sums)
+        return [merge([each]) for each in (sums, sent[0])]
+
+    for watts, slow_s in ((384, (3.0, 3.0)), (128, ())):
+        job = rank(refresh_s=0.125, counter_j=lambda time_s, watts=watts: watts * time_s)
+        job.collectives.by_stage = by_stage
+        begin_s = 1.0
+        for length_s in (1.0, *slow_s, *[1.0] * (6 - len(slow_s))):
+            job.step(Phase.WARMUP, begin_s, begin_s, begin_s + length_s)
+            begin_s += length_s
+        job.energy.settle_baseline()
+    mean, (own, other) = job.energy.baselines[""].mean, job.energy.baselines[""].by_stage
+    assert (own.iterations, other.iterations, mean.iterations) == (6, 4, 5)
+    assert (own.energy_j, other.energy_j) == pytest.approx((128, 384))
+    assert mean.energy_j == pytest.approx((128 + 384) / 2)
+
+
 def test_stretches_that_are_too_short_renew_the_baseline_together(rank):
     """Each one's first step settles, and none of them is seen before all are long enough."""
     job = rank(seen_s=40.0)

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from plain_stages import SPECS
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
-from envpipe_megatron.runtime.channel.carrier import ChannelError
+from envpipe_megatron.runtime.channel.carrier import ChannelError, StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import always
 from envpipe_megatron.runtime.execution.stage_run import IterationOrder
@@ -24,11 +25,13 @@ from envpipe_megatron.runtime.job import session as runtime_session
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.job.session import Session
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.tuning.commands import Parking
 from host_executor import make_record
 
 SCHEDULE = builders.one_f_one_b(1, 2)
 FILES = {"profile": Path("profile.csv"), "plan": Path("plan.json")}
+LONGER = StageSpecs.alike(TensorSpec(((9, 3),), (torch.float32,), torch.device("cpu")))
 RECORD = make_record([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 2.5, 3.5], 10.0, 4.0)
 
 
@@ -281,6 +284,18 @@ def test_what_changes_neither_clocks_nor_order_only_measures(asked, alone):
     assert config.only_measures() is alone
     assert not replace(config, **FILES).only_measures()
     assert config.without_control().only_measures()
+
+
+def test_room_for_longer_messages_is_made_on_all_ranks_or_none(world):
+    world.orders = [order(Phase.WARMUP, 1410)] * 2
+    session = world.session()
+    session.make_room(SPECS)  # of the first shapes it is made before the first iteration
+    assert not [call for call in world.calls if call[0] == "channel.make_room"]
+    run(session)
+    with pytest.raises(MemoryFullError, match="no memory for messages"):
+        session.make_room(LONGER)
+    assert ("channel.make_room", SCHEDULE, LONGER) in world.calls
+    run(session)  # what it had is as before
 
 
 def test_one_rank_alone_talks(world):

@@ -93,9 +93,10 @@ def test_keys_have_all_that_profile_and_baseline_rest_on(tmp_path):
     assert job["starts"] == [made.started, again.started]
     assert made.found.starts == ()
     assert again.found == StoredJob((made.started,))
-    resumed(config, error=GpuError("of a test"))
-    units = json.loads((tmp_path / "job.json").read_text())["units"]
-    assert units["envpipe_power_limit_w"] is None
+    for error in (GpuError("of a test"), AttributeError("of a driver's library")):
+        resumed(config, error=error)
+        units = json.loads((tmp_path / "job.json").read_text())["units"]
+        assert units["envpipe_power_limit_w"] is None
 
 
 @pytest.mark.parametrize("lacks", ["output", "fingerprint"])
@@ -470,3 +471,12 @@ def test_what_is_written_does_not_change_meanwhile(tmp_path):
     folder.close()
     assert (tmp_path / "plan.json").exists()
     assert [list(vars(each)) for each in (plan, plan.schedule, plan.profile)] == before
+
+
+def test_a_working_folder_that_is_gone_ends_no_job(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    folder = JobFolder(Path("out"), alone(), {tmp_path / "profile.csv"})
+    folder.append("loop", {})
+    folder.close()
