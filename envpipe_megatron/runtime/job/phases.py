@@ -169,7 +169,7 @@ def _closed_loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[No
         for _ in range(_TRIED_AFTER * 2**tries):
             yield steady
         note(job, "After a failure, the closed loop was begun anew")
-        records = yield from whole(partial(iterations, steady, WINDOW), job.collectives)
+        records = yield from whole(partial(_watched_last, steady, WINDOW), job.collectives)
 
 
 def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:

@@ -160,6 +160,17 @@ def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(monkeypatc
     assert note in rank.said
 
 
+def test_a_loop_that_is_begun_anew_learns_memory_of_its_own_order_again(monkeypatch):
+    """Another order, or a batch of another size, may have been watched meanwhile."""
+    loops = Mock(side_effect=DegradedError("Of a test"))
+    monkeypatch.setattr(phases, "_loop", loops)
+    monkeypatch.setattr(phases, "_TRIED_AFTER", 2)
+    rank = Rank(replace(BASELINE, type="optimal", baseline_steps=3))
+    ran = run(rank, 3 + 2 + phases.WINDOW + 1)
+    assert [at for at, order in enumerate(ran) if order.watched] == [2, 4 + phases.WINDOW]
+    assert len(loops.call_args_list) == 2
+
+
 def test_clocks_that_cannot_be_found_end_profiling_alone():
     rank: Any = Rank(ENVELOPE)
     del rank.gpu.supported_frequencies_mhz
