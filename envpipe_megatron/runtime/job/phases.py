@@ -260,7 +260,8 @@ def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
 
 def _compared(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageRecord]]:
     """Run an order, and hold its peak of memory against the prediction."""
-    records = yield from _watched_last(order, _COMPARED_ITERATIONS)
+    watched = partial(_watched_last, order, _COMPARED_ITERATIONS)
+    records = yield from whole(watched, job.collectives)
     job.memory.compare()
     return records
 

@@ -77,6 +77,19 @@ def test_a_baseline_keeps_the_frameworks_order_at_the_highest_clock():
     assert rank.said == ["warm-up: 2 iterations of 1f1b at 1410 MHz", "steady: 1f1b"]
 
 
+def test_a_peak_of_some_units_is_not_compared():
+    """Those that follow one that came otherwise are not looked at."""
+    rank = Rank(BASELINE)
+    going, record, watched = run_phases(rank), None, []
+    for number in range(8):
+        order = going.send(record)  # type: ignore[arg-type]
+        watched.append(order.watched)
+        assert (("compare",) in rank.memory.calls) is (number == 7)
+        record = Record(f"record {number}")  # type: ignore[assignment]
+        record.whole = number != 3  # type: ignore[attr-defined]
+    assert [at for at, looked in enumerate(watched) if looked] == [0, 3, 6]
+
+
 def test_units_of_a_plan_that_stays_are_timed_where_they_are_recorded():
     ran = run(Rank(replace(BASELINE, baseline_steps=2)), 2 + 250)
     timed = [number for number, order in enumerate(ran[2:]) if order.times_units]
