@@ -122,7 +122,8 @@ class LeveledJob:
         self.decision = decision
         if self.options.plan is not None:
             self.say(f"the plan {self.options.plan} is not run: it may be of another order")
-        options = self.options = replace(self.options, plan=None)
+        files = self.options.files  # not to be written over, or moved, by the job at its new level
+        options = self.options = replace(self.options, plan=None, unused_files=files)
         if decision.level < Level.UNITS:
             if options.profile is not None or options.profile_only:
                 self.say("no profile is used or written: it is of units, and the level below that")

@@ -53,6 +53,7 @@ def test_what_a_level_below_units_cannot_have_ends_no_training(limit, requires, 
     assert job.lower([DRAWS, limit])
     asked = made[-1].options
     assert (asked.plan, asked.profile, asked.profile_only) == (None, None, False)
+    assert asked.files == {Path("plan.json"), Path("profile.csv"), Path("profile.json")}
     assert asked.require_control is requires
     assert said[-2].startswith("no profile is used or written")
     monkeypatch.setattr(leveled, "end_of_job", lambda *_: ["a bill"])

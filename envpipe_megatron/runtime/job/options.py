@@ -86,6 +86,7 @@ class JobOptions:
         fingerprint: what units cost rests on (model, sizes of its parts and of microbatches, GPU,
             versions), of JSON's types. With it, profile, plan and baseline are kept in the output
             folder for the next start, which uses what still holds: see `restarts`.
+        unused_files: files that the user gave and the job, since its level is lower, does not use.
     """
 
     level: Level | None = option(
@@ -236,6 +237,7 @@ class JobOptions:
     run: str = ""
     sidecar: Sidecar = field(default_factory=Sidecar)
     fingerprint: Mapping[str, Any] | None = None
+    unused_files: frozenset[Path] = frozenset()
 
     def __post_init__(self) -> None:
         for name, usual in _WITH_TYPE.items():
@@ -243,10 +245,10 @@ class JobOptions:
             object.__setattr__(self, name, given)
 
     @property
-    def files(self) -> set[Path]:
+    def files(self) -> frozenset[Path]:
         """Return the files that the user gave."""
-        beside = self.profile and sidecar_path(self.profile)
-        return {file for file in (self.plan, self.profile, beside) if file is not None}
+        used = self.plan, self.profile, self.profile and sidecar_path(self.profile)
+        return self.unused_files | {file for file in used if file is not None}
 
     @property
     def one_clock(self) -> bool:
