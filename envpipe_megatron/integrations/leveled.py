@@ -65,7 +65,7 @@ class LeveledJob:
         limits: Iterable[Limit] = (),
     ) -> None:
         self.options = options
-        self._open = partial(open_job, framework=framework, say=say)
+        self._open = partial(open_job, framework=framework, say=partial(_say, say))
         self._tokens = framework.bill.get("tokens_per_iteration")
         of_replicas = limits_of_replicas(framework.num_microbatches)
         self._limits = *limits, *of_replicas
@@ -273,6 +273,14 @@ class LeveledJob:
             return self._open(options, decision=self.decision, notes=[*map(str, found)])
         except WithoutEnvPipeError:
             return None
+
+
+def _say(say: Callable[[str], None], text: str) -> None:
+    """Say a line; where a function of the user's cannot, log it."""
+    try:
+        say(text)
+    except Exception:
+        logger.exception("A line could not be said: %s", text)
 
 
 def end_of_job(session: Session, tokens: object, energy_price: float | None = None) -> list[str]:

@@ -194,7 +194,7 @@ class AttachedPipeline(LeveledJob):
             run = self.follow_whole().run
             result = self._torch_step(*args, **kwargs)
             run.whole = run.same_work = not changed
-        if infers_shapes:
+        if infers_shapes and self.job is not None:
             same = message_of(self._stages) == self._message
             self._has_known_shapes = all(self.session.parts.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
