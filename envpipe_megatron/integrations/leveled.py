@@ -71,7 +71,7 @@ class LeveledJob:
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
         self.job = self._open_job(options, of_replicas)
-        self._closed = self.job is None
+        self.closed = self.job is None
         self._failed = False
         #: Begins the step that is under way, in a job that is made again; None between steps.
         self._begin_again: Callable[[], None] | None = None
@@ -143,7 +143,7 @@ class LeveledJob:
         if self._failed:  # what has followed, such as a restart, is not part of it
             self.pause()
         self._begin_again = partial(LeveledJob.begin_step, self, iteration)
-        if not self._closed:
+        if not self.closed:
             self.session.begin_step(iteration)
 
     def follow(self, order: Schedule, specs: StageSpecs | None = None) -> UnitFollower:
@@ -168,7 +168,7 @@ class LeveledJob:
         self._failed, self._begin_again = True, None
         if self._followed is not None:
             self._followed.fail()
-        elif not self._closed:
+        elif not self.closed:
             self.session.highest_clock()
 
     def end_step(self) -> None:
@@ -178,7 +178,7 @@ class LeveledJob:
         can be none.
         """
         self._leave_step()
-        if self._closed:
+        if self.closed:
             return
         self.session.end_step()
         state = self.session.state
@@ -193,7 +193,7 @@ class LeveledJob:
     def pause(self) -> None:
         """Pause for what is not training, until the next step begins."""
         self._leave_step()
-        if not self._closed:
+        if not self.closed:
             self.session.pause()
 
     def report(self) -> IntervalEnergy:
@@ -201,7 +201,7 @@ class LeveledJob:
 
         Every rank calls it after the same step.
         """
-        if self._closed:
+        if self.closed:
             return IntervalEnergy({}, None)
         return self.session.energy.gather(self.session.energy.lap())
 
@@ -224,7 +224,7 @@ class LeveledJob:
         A step that has not ended stays so: the device may wait for a peer that is gone. Raises
         JobError if only the profile was asked for, and there is none.
         """
-        if self._closed:
+        if self.closed:
             return
         profile_only = self.options.profile_only
         with closing(self):
@@ -249,7 +249,7 @@ class LeveledJob:
 
     def close(self) -> None:
         """Give the clock back; safe to call twice."""
-        self._closed, self._followed = True, None
+        self.closed, self._followed = True, None
         atexit.unregister(self._give_back)
         self._give_back()
 

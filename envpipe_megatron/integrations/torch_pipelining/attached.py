@@ -159,7 +159,7 @@ class AttachedPipeline(LeveledJob):
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the schedule's `step`, with its arguments and result."""
-        if self._closed or not self._schedule._has_backward:
+        if self.closed or not self._schedule._has_backward:
             self.pause()
             return self._torch_step(*args, **kwargs)
         self._end_step()
