@@ -59,7 +59,7 @@ _SAME_JOB = (
     "use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
-T = TypeVar("T")
+T = TypeVar("T", bound=LeveledJob)
 
 
 class Hooks(Generic[T]):
@@ -102,7 +102,9 @@ class Hooks(Generic[T]):
             )
 
     def validated(self) -> JobOptions:
-        """Return the options; a JobError if none were read."""
+        """Return the options for a job that begins; a JobError if none were read."""
+        if self.job is not None:  # an exception ended its training, and was caught
+            self.ended().close()
         if self.options is None:
             raise JobError(
                 f"The arguments of this job came from elsewhere than the command line, or the hook "

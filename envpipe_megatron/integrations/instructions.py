@@ -255,9 +255,9 @@ class InstrumentedPipeline:
         return place == expected
 
     def _misused(self, what: str, remedy: str, **value: object) -> None:
-        """Raise an EnvPipeError in the first step; later, log it once: training goes on."""
+        """Raise an EnvPipeError in the first step; later or closed, log it once and go on."""
         error = EnvPipeError(what, remedy=remedy, **value)
-        if self._job is None:
+        if self._job is None and not self._closed:
             raise error
         if what not in self._logged:
             self._logged.add(what)

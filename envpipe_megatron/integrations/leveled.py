@@ -65,13 +65,13 @@ class LeveledJob:
         limits: Iterable[Limit] = (),
     ) -> None:
         self.options = options
-        self._open = partial(open_job, framework=framework, say=say)
+        self._open = partial(open_job, framework=framework, say=partial(_say, say))
         self._tokens = framework.bill.get("tokens_per_iteration")
         of_replicas = limits_of_replicas(framework.num_microbatches)
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
         self.job = self._open_job(options, of_replicas)
-        self._closed = self.job is None
+        self.closed = self.job is None
         self._failed = False
         #: Begins the step that is under way, in a job that is made again; None between steps.
         self._begin_again: Callable[[], None] | None = None
@@ -144,7 +144,7 @@ class LeveledJob:
         if self._failed:  # what has followed, such as a restart, is not part of it
             self.pause()
         self._begin_again = partial(LeveledJob.begin_step, self, iteration)
-        if not self._closed:
+        if not self.closed:
             self.session.begin_step(iteration)
 
     def follow(self, order: Schedule, specs: StageSpecs | None = None) -> UnitFollower:
@@ -169,7 +169,7 @@ class LeveledJob:
         self._failed, self._begin_again = True, None
         if self._followed is not None:
             self._followed.fail()
-        elif not self._closed:
+        elif not self.closed:
             self.session.highest_clock()
 
     def end_step(self) -> None:
@@ -179,7 +179,7 @@ class LeveledJob:
         can be none.
         """
         self._leave_step()
-        if self._closed:
+        if self.closed:
             return
         self.session.end_step()
         state = self.session.state
@@ -194,7 +194,7 @@ class LeveledJob:
     def pause(self) -> None:
         """Pause for what is not training, until the next step begins."""
         self._leave_step()
-        if not self._closed:
+        if not self.closed:
             self.session.pause()
 
     def report(self) -> IntervalEnergy:
@@ -202,7 +202,7 @@ class LeveledJob:
 
         Every rank calls it after the same step.
         """
-        if self._closed:
+        if self.closed:
             return IntervalEnergy({}, None)
         return self.session.energy.gather(self.session.energy.lap())
 
@@ -225,7 +225,7 @@ class LeveledJob:
         A step that has not ended stays so: the device may wait for a peer that is gone. Raises
         JobError if only the profile was asked for, and there is none.
         """
-        if self._closed:
+        if self.closed:
             return
         profile_only = self.options.profile_only
         with closing(self):
@@ -250,7 +250,7 @@ class LeveledJob:
 
     def close(self) -> None:
         """Give the clock back; safe to call twice."""
-        self._closed, self._followed = True, None
+        self.closed, self._followed = True, None
         atexit.unregister(self._give_back)
         self._give_back()
 
@@ -274,6 +274,14 @@ class LeveledJob:
             return self._open(options, decision=self.decision, notes=[*map(str, found)])
         except WithoutEnvPipeError:
             return None
+
+
+def _say(say: Callable[[str], None], text: str) -> None:
+    """Say a line; where a function of the user's cannot, log it."""
+    try:
+        say(text)
+    except Exception:
+        logger.exception("A line could not be said: %s", text)
 
 
 def end_of_job(session: Session, tokens: object, energy_price: float | None = None) -> list[str]:

@@ -132,7 +132,7 @@ class EnvPipeCallback:
         if self._framework_function is None:
             raise JobError(
                 "Megatron-Bridge's training loop does not get EnvPipe's forward-backward function",
-                remedy="Make the callback before `pretrain` is called, in the same process.",
+                remedy="Make one before each call of `pretrain`, in the same process.",
             )
         args = arguments_of(context.state.cfg, dist.get_world_size())
         check_metered(args, BRIDGE_REFUSED)
@@ -171,7 +171,7 @@ class EnvPipeCallback:
         The next callback that is made does it too. The loop calls Bridge's functions again.
         """
         self._put_back.close()
-        self._training = None
+        self._training = self._framework_function = None
 
     def _put_into(self, loop: Any) -> None:
         """Let the loop call this callback, up to `close`."""

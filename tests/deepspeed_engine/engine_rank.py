@@ -37,7 +37,7 @@ from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations import job as job_module
-from envpipe_megatron.integrations.deepspeed import EnvPipeEngine, initialize
+from envpipe_megatron.integrations.deepspeed import EnvPipeEngine, end_training, initialize
 from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
 from envpipe_megatron.integrations.device import Device
 from envpipe_megatron.integrations.huggingface import split_model
@@ -243,19 +243,20 @@ def train(
     for batch in (2 * samples, samples):
         engine.set_train_batch_size(batch)
         losses.append(engine.train_batch(data).item())
+    held = [buffer for buffers in engine.pipe_buffers.values() for buffer in buffers]
+    end_training(engine)
+    losses.append(engine.train_batch(data).item())
     digest = hashlib.sha256()
     for _, weight in sorted(engine.module.named_parameters()):
         digest.update(weight.detach().float().numpy().tobytes())
     result = {"losses": losses, "evaluated": evaluated, "weights": digest.hexdigest()}
     if settings is not None:
-        held = [buffer for buffers in engine.pipe_buffers.values() for buffer in buffers]
         session = engine.session
         result |= {
             "units": session.executed,
             "held": sum(buffer is not None for buffer in held),
             "steps": len(session.iterations.latest),
         }
-        engine.end_training()
     engine.destroy()
     return result
 

@@ -48,11 +48,14 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_orders_change_no_bit(trained, case):
-    """Losses, an evaluation between them, a larger batch and weights, on every rank."""
+    """Losses, an evaluation between them, a larger batch and weights, on every rank.
+
+    Also of a step behind the end of training, which is DeepSpeed's own.
+    """
     for rank in trained:
         own = rank[case]["own"]
-        assert len(own["losses"]) == STEPS + 1
-        assert len(set(own["losses"])) == STEPS + 1, "something is learned"
+        assert len(own["losses"]) == STEPS + 2
+        assert len(set(own["losses"])) == STEPS + 2, "something is learned"
         runs = {name: run for name, run in rank[case].items() if name != "own"}
         assert runs
         for ours in runs.values():

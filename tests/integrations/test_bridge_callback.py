@@ -219,10 +219,16 @@ def test_what_never_trained_leaves_the_loop_as_it_was(loop, trainings):
     assert vars(loop) == own
 
 
-def test_a_loop_that_is_not_reached(loop, trainings):
-
+@pytest.mark.parametrize("used", [False, True])
+def test_a_loop_that_is_not_reached(loop, trainings, used):
+    """Since a callback came too late, or has had its training."""
+    callback = make()
+    if used:
+        begin(callback, loop, config())
+        callback.on_train_end()
+        loop.get_forward_backward_func()
     with pytest.raises(JobError, match="does not get EnvPipe's forward-backward function"):
-        make().on_train_start(context(config()))
+        callback.on_train_start(context(config()))
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,16 @@ def test_misuse_is_told_where_it_happens(alone, calls, said):
         CALLS[calls[-1]](pipeline)
 
 
+def test_one_that_is_closed_before_its_first_step_ends_no_training(alone, caplog):
+    pipeline = alone()
+    pipeline.close()
+    for _ in range(2):
+        with pipeline.step(), pipeline.instruction("forward"):
+            pass
+    assert len(caplog.messages) == 1
+    assert "on_step_begin was called after end_training or close" in caplog.text
+
+
 def test_options_of_an_order_are_refused(alone):
     with pytest.raises(EnvPipeError, match=r"No such option .*scheduling"):
         alone(scheduling="ours")

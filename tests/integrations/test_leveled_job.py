@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from leveled_jobs import begin, given
+from leveled_jobs import begin, given, jobs_are_faked
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
@@ -96,6 +96,14 @@ def test_a_job_whose_gpu_is_gone_trains_without_envpipe():
     assert (job.phase, job.report().line(), said) == ("framework", "", ["level order; active"])
     assert not job.lower([GRAPHS])
     job.end()
+
+
+def test_a_line_that_a_function_of_the_users_cannot_say_is_logged(caplog):
+    framework = Mock(num_microbatches=4, bill={})
+    with jobs_are_faked():
+        job = leveled.LeveledJob(given(), framework, Mock(side_effect=OSError("a full disk")))
+    job.say("steady")
+    assert [text.split(": ")[1] for text in caplog.messages] == ["level order; active", "steady"]
 
 
 @pytest.mark.parametrize("ends", [False, True])

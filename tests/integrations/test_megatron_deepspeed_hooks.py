@@ -99,6 +99,7 @@ def test_the_engine_is_deepspeeds_own_after_training(job, monkeypatch):
         return job
 
     own = object.__new__(PipelineEngine)
+    hooks._hooks.job = None
     monkeypatch.setattr(hooks, "begin", begin)
     monkeypatch.setattr(hooks, "check_model", lambda model: None)
     monkeypatch.setattr(hooks, "deepspeed_config", lambda args: {})

@@ -137,6 +137,25 @@ def test_what_lies_between_steps_pauses_and_what_follows_training_does_not(hooks
         hooks.end_step(0)
 
 
+def test_a_training_that_an_error_ended_is_closed_by_the_next(hooks, job, monkeypatch):
+    """Else its guards hold the GPUs, which the next one could only read."""
+    hooks._hooks.options = SimpleNamespace()
+    follows, *_ = begin(hooks.Training)
+
+    def make(*arguments):
+        job.session.told.append("begin")
+        return follows
+
+    monkeypatch.setattr(hooks, "Training", make)
+    monkeypatch.setattr(hooks, "by_stage", lambda args: None)
+    monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
+    monkeypatch.setattr(hooks, "_hooked_schedules", lambda: SimpleNamespace(envpipe_hook=None))
+    hooks.begin_step(0)
+    hooks.begin_training(SimpleNamespace(log_energy=True), [gpt()])
+    assert job.session.told == ["begin_step 0", "close", "give back", "begin"]
+    assert hooks._hooks.job is follows
+
+
 def test_arguments_that_were_not_validated(hooks, monkeypatch, capsys):
     """As with --yaml-cfg."""
     fresh_hooks(hooks, monkeypatch)

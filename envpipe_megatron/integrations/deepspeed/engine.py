@@ -57,7 +57,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     @property
     def _only_measures(self) -> bool:
-        return self.job.level is Level.OBSERVE
+        return self.job.closed or self.job.level is Level.OBSERVE
 
     @property
     def session(self) -> Session:

@@ -159,7 +159,7 @@ class AttachedPipeline(LeveledJob):
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the schedule's `step`, with its arguments and result."""
-        if self._closed or not self._schedule._has_backward:
+        if self.closed or not self._schedule._has_backward:
             self.pause()
             return self._torch_step(*args, **kwargs)
         self._end_step()
@@ -194,7 +194,7 @@ class AttachedPipeline(LeveledJob):
             run = self.follow_whole().run
             result = self._torch_step(*args, **kwargs)
             run.whole = run.same_work = not changed
-        if infers_shapes:
+        if infers_shapes and self.job is not None:
             same = message_of(self._stages) == self._message
             self._has_known_shapes = all(self.session.parts.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes

@@ -57,9 +57,12 @@ def hook(trainer: type[Any], **settings: Any) -> None:
     train = getattr(trainer, "train", None)
     if train is None:
         raise AttachError("A trainer has a method train", value=trainer.__name__)
-    trainer.train = functools.wraps(train)(
-        lambda self: _train(self, functools.partial(train, self), settings)
-    )
+
+    @functools.wraps(train)
+    def with_envpipe(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _train(self, functools.partial(train, self, *args, **kwargs), settings)
+
+    trainer.train = with_envpipe
 
 
 def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import plain_stages
 import torch
@@ -273,13 +273,22 @@ def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[b
     return found
 
 
-def train_where_no_gpu_is_read(rank: int, case: Case, root: Path, *, later: bool) -> Any:
-    """What a schedule and what is attached to it do where rank 1's GPU is not there, or no more."""
+def train_where_no_gpu_is_read(
+    rank: int, case: Case, root: Path, *, later: bool, refused: bool
+) -> Any:
+    """What a schedule and what is attached to it do where rank 1's GPU is not there, or no more.
+
+    It may be found gone where torch refuses an order, in a step that infers shapes.
+    """
     emulate(rank, case, root)
     schedule, _ = make(case, rank, dist.get_world_size())
     own, said = schedule.step, []
-    with patch.dict(os.environ):
+    refuse = Mock(side_effect=RuntimeError("not in this order"))
+    with patch.dict(os.environ), patch.object(orders.Runner, "turn_to", refuse):
         pipeline = attach(schedule, say=said.append) if later else None
+        if refused:
+            step_of_ones(schedule, case, rank)
+            infer_anew(schedule)
         if rank == 1:
             del os.environ[PRESET_VARIABLE]
         pipeline = pipeline or attach(schedule, say=said.append)

@@ -266,15 +266,19 @@ def test_a_stage_on_another_gpu_than_its_process_s_is_refused(monkeypatch):
         check_current(torch.device("cuda:1"))
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_where_a_gpu_cannot_be_read_the_schedule_is_torchs(two_ranks, later):
-    """From the start, or where the job is made again, at the level that the first step allows."""
-    train = partial(attached_ranks.train_where_no_gpu_is_read, later=later)
-    case = Case("Schedule1F1B", draws_in_backward=later)
+@pytest.mark.parametrize(("lines", "refused"), [(0, False), (1, False), (2, True)])
+def test_where_a_gpu_cannot_be_read_the_schedule_is_torchs(two_ranks, lines, refused):
+    """From the start, or where the job is made again, at the level that the first step allows.
+
+    Or at the one below an order that torch refuses.
+    """
+    train = attached_ranks.train_where_no_gpu_is_read
+    train = partial(train, later=lines > 0, refused=refused)
+    case = Case("Schedule1F1B", draws_in_backward=lines == 1)
     with memory_folder() as folder:
         told = two_ranks.run(train, case, folder)
     why = "This job trains without EnvPipe: .*no CUDA GPU in this process"
     for rank, (untouched, phase, line, said) in enumerate(told):
         assert untouched
         assert (phase, line) == ("framework", "")
-        assert [bool(re.match(why, text)) for text in said[later:]] == [True] * (rank == 0)
+        assert [bool(re.match(why, text)) for text in said[lines:]] == [True] * (rank == 0)

@@ -48,14 +48,14 @@ class Trainer:
     def _log(self, step, loss, most, norm, extra_metrics):
         self.told.append((step, loss, extra_metrics))
 
-    def train(self):
+    def train(self, returned="trained"):
         self.metrics_processor.log(1, 0.5, 0.6, 0.7, {"lr": 1})
         self.checkpointer.save(1)
         self.checkpointer.save(2)
         if self.fails:
             raise RuntimeError("of a test")
         self.checkpointer.save(3, True)
-        return "trained"
+        return returned
 
 
 class Pipeline:
@@ -98,7 +98,7 @@ def test_a_trainer_trains_with_energy_in_its_metrics_and_no_checkpoint_in_the_bi
 ):
     kind, attached = hooked(level="units")
     trainer = kind(tmp_path)
-    assert trainer.train() == "trained"
+    assert trainer.train("by its own argument") == "by its own argument"
     metrics = (1, 0.5, {"lr": 1, "envpipe": 2})
     assert trainer.told[:3] == ["energy", metrics, "save 1"]
     assert trainer.told[3:] == ["pause", "save 2", "pause", "save 3", "end", "close"]
