@@ -56,9 +56,7 @@ class Window:
 
     def extend(self, step: Window) -> None:
         """Add the next step of the same phase."""
-        # A framework may count from the start again after a restart.
-        self.first_iteration = min(self.first_iteration, step.first_iteration)
-        self.last_iteration = max(self.last_iteration, step.last_iteration)
+        self.last_iteration = step.last_iteration
         self.end_s = step.end_s
         self.iterations += step.iterations
         self.compute_s += step.compute_s
@@ -109,8 +107,8 @@ class EnergyLog:
     def add(self, step: Window) -> None:
         """Add a step that has ended; neither reads nor waits.
 
-        It belongs to the window of the step before it, unless that was of another phase, or
-        `interrupt` was called since.
+        It belongs to the window of the step before it, unless that was of another phase, a
+        framework skipped or repeats iterations, or `interrupt` was called since.
         """
         seen_s, min_window_s = self._meter.last_refresh_s, self._meter.min_window_s
         self._flush(seen_s)
@@ -122,6 +120,7 @@ class EnergyLog:
         if (
             window is not None
             and window.phase == step.phase
+            and window.last_iteration + 1 == step.first_iteration
             and (-math.inf < seen_s < window.end_s or window.duration_s < min_window_s)
         ):
             window.extend(step)

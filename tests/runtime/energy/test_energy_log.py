@@ -167,12 +167,14 @@ def test_lines_for_an_agent_say_where_the_counter_stood(logged):
     assert "begin_counter" not in logged.run([("steady", 1.0)], 3.0)[0]
 
 
-def test_a_framework_may_count_anew(logged):
-    logged.step("steady", 9, 0.0, 0.5)
-    logged.step("steady", 6, 0.5, 0.5)
+def test_a_framework_may_count_anew_and_skip(logged):
+    """A line has as many steps as ran: those of a range are counted by its ends."""
+    numbers = [9, 6, 6, 7, 10, 11]
+    for place, iteration in enumerate(numbers):
+        logged.step("steady", iteration, 0.3 * place, 0.3)
     logged.log.close()
-    (line,) = logged.lines()
-    assert (line["first_iteration"], line["last_iteration"]) == (6, 9)
+    assert iterations(logged.lines()) == numbers
+    assert logged.log.totals["steady"].steps == len(numbers)
 
 
 # A counter that fails ------------------------------------------------------------------------

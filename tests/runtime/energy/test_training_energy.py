@@ -431,6 +431,7 @@ def test_steps_follow_each_other_without_a_gap_but_for_pauses(rank):
     job.iterate(Phase.STEADY, 3.25)
     job.energy.pause()  # in the middle of the step, whose optimizer has no end
     job.step(Phase.STEADY, 5.0, 5.0, 5.5)
+    job.number += 1
     job.iterate(Phase.STEADY, 5.75)  # nobody says where this one begins or ends
     job.step(Phase.RECONFIGURE, 6.5, 6.5, 7.0)
     assert job.spans() == [
