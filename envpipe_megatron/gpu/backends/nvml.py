@@ -184,7 +184,7 @@ class NvmlGpu(VendorGpu):
         chosen_mhz = max(memory_mhz, default=0)
         if override and override.memory_clock_mhz in memory_mhz:
             chosen_mhz = override.memory_clock_mhz
-        clocks = self._call(
+        clocks = memory_mhz and self._call(
             "read the SM clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, chosen_mhz
         )
         if not clocks:

@@ -69,6 +69,7 @@ def not_supported(*arguments):
         ("SupportedMemoryClocks",),
         ("SupportedGraphicsClocks",),
         ("SupportedMemoryClocks", "MaxClockInfo"),
+        (),  # the driver says so by an empty list
     ],
 )
 def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypatch, lacks):
@@ -77,6 +78,8 @@ def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypat
     others = ("EnforcedPowerLimit", "CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
     for name in (*lacks, *others, "FieldValues"):
         monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
+    if not lacks:
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedMemoryClocks", lambda handle: [])
     uid = node.uuids[0]
     gpu = open_gpu(GpuAddress("none", uid))
     now_mhz = gpu.clock_state().observed_mhz
