@@ -106,7 +106,8 @@ def _noted_signals() -> list[int]:
     What the rank ignores or blocks comes with the process, and must not keep it from these.
     """
     signals: list[int] = []
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number in (signal.SIGALRM, signal.SIGCHLD):  # else a command that fails seems to work
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda came, _: signals.append(came))

@@ -285,15 +285,20 @@ def test_a_failure_of_its_own_resets_the_gpu_and_leaves_the_lease(guarded, monke
 
 
 def test_signals_that_a_rank_ignores_or_blocks_reach_its_guard():
-    """Those that end a job are noted; that of a driver that hangs ends the guard."""
+    """Those that end a job are noted; that of a driver that hangs ends the guard.
+
+    Where SIGCHLD is ignored, nobody learns that a site's command has failed.
+    """
     code = (
-        "import os, signal, time\n"
+        "import os, signal, subprocess, time\n"
         "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM})\n"
         "from envpipe_megatron.gpu.guard.process import Guard, _noted_signals\n"
         "signals = _noted_signals()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert signals == [signal.SIGTERM]\n"
+        "assert subprocess.call(['false']) == 1\n"
         "guard = Guard(None, '', None, 0.0, 0.01, None, None, signals)\n"
         "with guard._time_limit():\n"
         "    time.sleep(20)\n"
