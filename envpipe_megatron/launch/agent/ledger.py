@@ -262,6 +262,8 @@ class GpuLedger:
         until = self._billed[0] or begin
         if end_s <= until.time_s:
             return  # billed already, as part of a long gap
+        if until.time_s > begin_s + _LEAST_GAP_S:  # all of its steps, in a part of their time
+            window = replace(window, baseline=None)
         if window.shares_s:
             share = min(1.0, (end_s - until.time_s) / window.duration_s)
             compute_s, blocking_s, _ = (share * part_s for part_s in window.shares_s)

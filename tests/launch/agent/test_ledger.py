@@ -3,16 +3,18 @@
 import itertools
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from energy_lines import window
+from energy_lines import bill, window
 from fake_gpu import FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron.formats.energy import parse_line, parse_window
+from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.gpu.base import ClockState, EnergyReading, GpuError
 from envpipe_megatron.launch.agent import ledger as ledger_module
 from envpipe_megatron.launch.agent.ledger import GpuLedger
@@ -149,6 +151,19 @@ def test_windows_that_meet_but_for_rounding_have_nothing_between(bills):
     for begin_s, end_s in itertools.pairwise(begins_s):
         bills.take(begin_s, end_s)
     assert {phase for phase, *_ in bills.spans()} == {"steady"}
+    bills.check()
+
+
+def test_nothing_is_saved_by_ranks_that_share_a_gpu():
+    """What one rank's window leaves of the other's is no step that took less time and energy."""
+    bills = Billed(counter_j=lambda time_s: 100 * time_s)
+    baseline = asdict(StepEnergy(9, 1.0, 0.01, 100.0, 0.5))
+    for step, rank in itertools.product(range(40), range(2)):
+        begin_s = 5.1 + step + 0.03 * rank
+        bills.take(begin_s, begin_s + 1, step, rank=rank, baseline=baseline)
+    bills.finish()
+    found = bill(*bills.lines).comparison()
+    assert (found.saving_percent, found.slowdown_percent) == pytest.approx((0.0, 0.0), abs=1e-6)
     bills.check()
 
 
