@@ -122,8 +122,8 @@ def _wait_for_guards() -> None:
     with contextlib.suppress(GpuError, OSError):
         leases = list_leases()
     for lease in leases:
-        # A rank that cannot be seen from here counts as ended.
-        if lease.rank is None or lease.rank.is_alive() or not lease.live:
+        # Of one that cannot be seen from here, as another container's, the guard cannot be either.
+        if lease.rank is None or lease.rank.is_alive() is not False or not lease.live:
             continue
         # A guard that has just ended has no descriptor; nor has any before Linux 5.3.
         with contextlib.suppress(OSError, AttributeError):

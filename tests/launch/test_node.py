@@ -128,12 +128,13 @@ def test_a_node_ends_behind_the_guards_of_its_ranks(
     gone.wait()
 
     def lease(gpu: str, **other: Any) -> SimpleNamespace:
-        own = {"rank": SimpleNamespace(is_alive=lambda: None), "guard": guard, "live": True}
+        own = {"rank": SimpleNamespace(is_alive=lambda: False), "guard": guard, "live": True}
         address = SimpleNamespace(uid=gpu)
         return SimpleNamespace(**{**own, "uid": os.geteuid(), "address": address, **other})
 
     leases = [
         lease("of a rank that lives", rank=SimpleNamespace(is_alive=lambda: True)),
+        lease("of another container", rank=SimpleNamespace(is_alive=lambda: None)),
         lease("of a command", rank=None),
         lease("without a guard", live=False),
         lease("of a stranger", uid=os.geteuid() + 1),
