@@ -70,6 +70,8 @@ class NodeLog:
         self.grown: Callable[[], None] = lambda: None
         #: Why it took no line; None since the last that it took.
         self._failure: str | None = None
+        #: Notes that found no room yet.
+        self._notes: tuple[dict[str, Any], ...] = ()
         self.path = log_path(folder, node)
         self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -98,10 +100,15 @@ class NodeLog:
         """Return the bytes that are written."""
         return self._file.stat().st_size
 
-    def append(self, line: dict[str, Any]) -> None:
-        """Append a line with the node's name, or raise OSError: the disk is full, say."""
+    def append(self, *lines: dict[str, Any]) -> None:
+        """Append lines with the node's name, or raise OSError: the disk is full, say.
+
+        Notes that found no room come first; other lines are the caller's to bring again.
+        """
         try:
-            append_line(self._file, {**line, "node": self.node})
+            for line in (*self._notes, *lines):
+                append_line(self._file, {**line, "node": self.node})
+                self._notes = self._notes[1:]
         except OSError as error:
             error.filename = str(self.path)
             raise
@@ -126,7 +133,8 @@ class NodeLog:
         Each has the time, so that none is one of an earlier start given twice.
         """
         now = datetime.now(UTC).isoformat()
-        self.append({"format": NOTE_FORMAT, "note": note, "time": now, **fields})
+        self._notes = *self._notes, {"format": NOTE_FORMAT, "note": note, "time": now, **fields}
+        self.append()
 
     def read(self, offset: int, most_bytes: int) -> bytes:
         """Return whole lines from an offset on; none if there are none yet.

@@ -104,6 +104,21 @@ def test_a_disk_that_is_full_from_the_start_is_an_error_that_holds_no_lock(tmp_p
     NodeLog(tmp_path, "n0").close()
 
 
+def test_what_the_job_says_while_the_disk_is_full_is_written_later(tmp_path, monkeypatch):
+    log = NodeLog(tmp_path, "n0")
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, data: 0)
+        for num_gpus in (4, 8):
+            log.attempt(log.note, "job", facts={"num_gpus": num_gpus})
+        with pytest.raises(OSError, match="space"):
+            log.append(window(0, 0))
+    log.append(window(0, 0))
+    log.note("ended", exit_code=0)
+    assert [note["note"] for note in notes(log)] == ["begun", "job", "job", "ended"]
+    (found,) = Bill(read_energy_logs([log.path]).lines).missing()
+    assert found == "7 of 8 GPUs sent nothing"
+
+
 def test_reading_gives_whole_lines_alone(tmp_path):
     log = NodeLog(tmp_path, "n0")
     for iteration in range(20):
