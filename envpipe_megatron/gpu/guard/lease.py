@@ -44,6 +44,7 @@ _PATIENCE_S = 60.0  # longer than the requests of a dead process last
 _LOOK_S = 0.2  # longer than a reader's shared file lock lasts
 _POLL_S = 0.02
 _MAX_BYTES = 64 * 1024
+_YOUNG_S = 3600.0
 
 
 class Lease:
@@ -154,6 +155,12 @@ class Lease:
         except FileNotFoundError:
             return False
         return os.path.samestat(there, os.fstat(self._descriptor))
+
+    def keep(self) -> bool:
+        """Return whether its name still means it, and have clean-ups of old files find it young."""
+        if time.time() - os.fstat(self._descriptor).st_mtime > _YOUNG_S:
+            os.utime(self._descriptor)
+        return self.is_current()
 
     def read(self) -> LeaseRecord | None:
         """Return what it says, as `parse_lease`, without whether it lives."""

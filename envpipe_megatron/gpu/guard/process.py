@@ -16,6 +16,7 @@ What it does when
 - it fails itself, as without memory: reset, as well as possible, and die. The rank notices.
 - the driver hangs: so does the guard, until the rank kills it, or SIGALRM does.
 - the right to change clocks is about to end, as of a token: say so, and reset while it may.
+- its lease is deleted, as by a clean-up of /tmp: the same, as nobody could reset in its place.
 
 About once a second, and at its end, it also undoes other leases of its user whose guards have died.
 """
@@ -61,6 +62,9 @@ _RESERVE_BYTES = 1 << 20
 _RIGHT_ENDS = (
     "The right to change clocks ends soon. The clock stays at its default; give a job a token that "
     "outlives it"
+)
+_NO_LEASE = (
+    "The GPU's lease was deleted, so that another job may take it. The clock stays at its default"
 )
 
 
@@ -178,7 +182,7 @@ class Guard:
             self._looking.start()
             self._controller = PageController(gpu, self.page)
             self._say(guard_pid=os.getpid(), patience_s=self.heartbeat_s + late_s)
-            _LOG.info("%s: %s", self.address.uid, self._watch(ends_s))
+            _LOG.info("%s: %s", self.address.uid, self._watch(ends_s, lease))
             is_back = self._bring_back(late_s)
             if lease is not None:
                 if is_back:
@@ -217,11 +221,12 @@ class Guard:
 
     # --- while clocks are set -------------------------------------------------------------------
 
-    def _watch(self, ends_s: float) -> str:
+    def _watch(self, ends_s: float, lease: Lease | None) -> str:
         """Serve the rank as long as it wants clocks, and may have them; return why that has ended.
 
         Args:
             ends_s: when the right to change clocks ends, s since 1970.
+            lease: without it, nobody would reset behind a guard that is killed.
         """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
@@ -249,6 +254,9 @@ class Guard:
                     return "the rank has ended"
                 if time.time() >= ends_s:
                     self.page.fail(_RIGHT_ENDS)
+                with suppress(OSError):  # what cannot be seen is taken to be there
+                    if lease is not None and not lease.keep():
+                        self.page.fail(_NO_LEASE)
             if self.signals:
                 return f"received signal {self.signals[0]} to end"
             if poll.poll(0):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 from fake_gpu import pages_go  # noqa: F401 - a fixture
@@ -246,6 +247,29 @@ def test_control_ends_before_the_right_to_it(guarded):
 
 
 # --- bringing the clock back ---------------------------------------------------------------------
+
+
+def test_a_lease_is_kept_young_and_control_ends_where_it_is_deleted(guarded, monkeypatch):
+    """As by a clean-up of /tmp: nobody would know what a guard that is killed leaves locked."""
+    say = Guard._say
+
+    def say_and_age(guard, **said):
+        say(guard, **said)
+        (record,) = list_leases()
+        os.utime(record.path, (0, 0))
+
+        def delete_if_young(process):
+            with suppress(FileNotFoundError):
+                if record.path.stat().st_mtime > 0:
+                    record.path.unlink()
+            return True
+
+        monkeypatch.setattr(ProcessIdentity, "is_alive", delete_if_young)
+
+    monkeypatch.setattr(Guard, "_say", say_and_age)
+    assert guarded.run()
+    assert "lease was deleted" in guarded.page.failure
+    assert guarded.gpu.resets == 2, "as behind each failure"
 
 
 def test_resets_that_fail_are_tried_again_further_and_further_apart(guarded, caplog):
