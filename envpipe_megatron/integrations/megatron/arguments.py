@@ -170,8 +170,9 @@ def _num_chunks(args: Namespace) -> int:
     layers: int | None = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
     if layers:
         of_model: int = getattr(args, "num_layers", 0) or getattr(args, "encoder_num_layers", 0)
-        also = (f"account_for_{of}_in_pipeline_split" for of in ("embedding", "loss"))
-        return (of_model + sum(getattr(args, name, False) for name in also)) // stages // layers
+        for part in ("embedding", "loss"):  # each may count as a layer
+            of_model += bool(getattr(args, f"account_for_{part}_in_pipeline_split", False))
+        return of_model // stages // layers
     return getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1
 
 
