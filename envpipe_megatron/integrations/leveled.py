@@ -307,6 +307,7 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
     summary = {
         "format": "envpipe-summary/1",
         "created_by": f"envpipe {__version__}",
+        "started": session.parts.folder.started,
         "only_measures": only_measures,
         "tokens_per_iteration": tokens,
         "baseline": baseline and _facts(baseline),

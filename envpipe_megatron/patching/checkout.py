@@ -232,7 +232,8 @@ def _compared(root: Path, patch: Patch) -> Checkout:
     foreign = {}
     for path, reason in reasons.items():
         content = files[path]
-        if content and sha256(content.replace(b"\r\n", b"\n")) in patch.hashes[path]:
+        of_unix = content and content.replace(b"\r\n", b"\n")
+        if of_unix != content and sha256(of_unix) in patch.hashes[path]:
             reason = "every line ends in CRLF"
         foreign[path] = "missing" if content is None else f"changed: {reason}"
     forked = {path for path in files if sha256(files[path]) not in patch.hashes[path]}

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envpipe_megatron.core.fields import read_json
+from envpipe_megatron.core.fields import AMOUNT, TEXT, read_json
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
     ENDED,
+    INDEX,
     EnergyLogs,
     EnergyNote,
     EnergyWindow,
@@ -29,6 +29,10 @@ T = TypeVar("T")
 
 #: Torn lines that are named; the others are counted.
 _NAMED_LINES = 3
+#: What reading a line of `clocks.jsonl` that is torn, or something else, may raise.
+_TORN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+#: Of each stage, in a summary's memory.
+_PEAKS = ("predicted_peak_bytes", "measured_peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,10 @@ class RunFolder:
     @property
     def changed_nothing(self) -> bool:
         """True if the job says so; if it was killed, if each rank ran one order at one clock."""
-        said = (self.summary or {}).get("only_measures")
-        if said is not None:
+        summary, starts = self.summary or {}, self.starts or ("",)
+        said = summary.get("only_measures")
+        # An earlier start's says nothing of one that was killed, or runs.
+        if said is not None and summary.get("started", starts[-1]) == starts[-1]:
             return said is True
         orders: dict[tuple[int, int], set[str]] = {}
         clocks_mhz: dict[int, set[int]] = {}
@@ -90,6 +96,12 @@ class RunFolder:
                 clocks_mhz.setdefault(rank, set()).update(read.frequency_mhz.tolist())
         one_order = all(len(of_rank) == 1 for of_rank in orders.values())
         return bool(orders) and one_order and all(len(own) == 1 for own in clocks_mhz.values())
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The starts that `job.json` names, the last one last; none if it does not."""
+        named = (self.job or {}).get("starts")
+        return tuple(map(str, named)) if isinstance(named, list) else ()
 
     @property
     def num_stages(self) -> int:
@@ -125,13 +137,14 @@ def read_run_folder(path: Path) -> RunFolder:
         plan = _read(file, lacking, partial(read_plan, profile=profile), missing)
     else:
         missing.append(f"{file.name} is not there, or cannot be used without its profile")
-    clocks = tuple(_objects(path, "clocks*.jsonl"))
+    clocks, unreadable = _read_clocks(path)
+    missing += _torn(unreadable)
     if not clocks:
         missing.append("clocks.jsonl: whether clocks followed is not known")
     lacking = "the job did not end in order"
     if any(map(_ended_well, energy.lines)):
         lacking = "the job wrote to another folder (--envpipe-output), or to none"
-    summary = _read(path / "summary.json", lacking, _json_object, missing)
+    summary = _read(path / "summary.json", lacking, _read_summary, missing)
     job = _read(path / "job.json", "", _json_object, missing)
     folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, job, ())
     folder, others = _of_present_job(folder)
@@ -174,19 +187,41 @@ def _read(file: Path, lacking: str, read: Callable[[Path], T], missing: list[str
         return None
 
 
-def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of all lines; torn ones, and those of others, are passed over."""
-    for file in sorted(path.glob(files)):
-        for line in file.read_bytes().splitlines():
-            with suppress(ValueError, RecursionError):
-                entry = json.loads(line)
-                known = isinstance(entry, dict) and isinstance(entry.get("rank", 0), int)
-                if known and isinstance(entry.get("followed") or {}, dict):
-                    yield entry
+def _read_clocks(path: Path) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    """Return how each rank's clock was controlled, and lines that cannot be read."""
+    clocks, unreadable = [], []
+    for file in sorted(path.glob("clocks*.jsonl")):
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            try:
+                clocks.append(_clock_summary(line))
+            except _TORN:
+                unreadable.append(f"{file}:{number}")
+    return tuple(clocks), unreadable
+
+
+def _clock_summary(line: bytes) -> dict[str, Any]:
+    """Read a line of `clocks.jsonl`; one of `_TORN` if it is something else."""
+    entry: dict[str, Any] = json.loads(line)
+    INDEX(entry.get("rank", 0))
+    followed = entry.get("followed") or {}
+    for share in ("above_share", "below_share") if followed.get("judged") else ():
+        AMOUNT(followed[share])
+    for state in followed.get("power_profiles") or ():
+        TEXT(state["text"])
+    return entry
 
 
 def _json_object(file: Path) -> dict[str, Any]:
     return read_json(file, "File").data
+
+
+def _read_summary(file: Path) -> dict[str, Any]:
+    fields = read_json(file, "File")
+    for stage in fields.entries("memory") if fields.data.get("memory") else ():
+        for name in _PEAKS:
+            if stage.data.get(name) is not None:
+                stage.read(name, AMOUNT)
+    return fields.data
 
 
 def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
@@ -196,9 +231,7 @@ def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
     Lines whose run names no start are kept; all are kept if the job names no starts. Of several
     names of runs, which no job of one folder has, those of the last line.
     """
-    named = (folder.job or {}).get("starts")
-    starts = tuple(str(start) for start in named) if isinstance(named, list) else ()
-
+    starts = folder.starts
     timelines, energy = folder.timelines, folder.energy
     runs = [read.labels.run for read in timelines.iterations]
     runs += [window.run for window in folder.windows]

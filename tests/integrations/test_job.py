@@ -79,7 +79,7 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
         energy=SimpleNamespace(sums=lambda: ranks[0][1], baselines={}),
         parts=SimpleNamespace(
             memory=SimpleNamespace(stages=None),
-            folder=SimpleNamespace(path=tmp_path),
+            folder=SimpleNamespace(path=tmp_path, started=""),
             collectives=SimpleNamespace(
                 is_planner=True, all_to_planner=lambda own: [[each] for each in ranks]
             ),

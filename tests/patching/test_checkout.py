@@ -150,7 +150,7 @@ def test_what_a_stop_leaves_is_named_and_put_back(checkout, monkeypatch):
             apply_patch(checkout)
     assert not list(checkout.rglob("*.new"))
     for do in (apply_patch, revert_patch):
-        refused(do, checkout, "run.sh (changed", "put the files of commit 111111111111 back")
+        refused(do, checkout, "run.sh (changed: no place", "put the files of commit 111111111111")
     write_tree(checkout, stock_files(0))
     assert apply_patch(checkout)[1]
     assert snapshot(checkout) == patched

@@ -33,13 +33,33 @@ def lacks(folder, text):
 def test_lines_that_are_nested_too_deep_or_of_others_are_torn_ones(tmp_path):
     for name in ("energy", "timeline", "clocks"):
         (tmp_path / f"{name}.jsonl").write_text("[" * 9999 + "\n")
-    for wrong in ({"rank": "x"}, {"rank": 0, "followed": 1}):
+    judged = {"judged": 1, "above_share": 0.5}
+    follow = ({**judged, "below_share": "x"}, judged, {"power_profiles": [{}]}, 1)
+    for wrong in ({"rank": "x"}, *({"rank": 0, "followed": each} for each in follow)):
         append_line(tmp_path / "clocks.jsonl", wrong)
     put_timeline(tmp_path)
     put_energy(tmp_path)
     folder = read_run_folder(tmp_path)
     assert (len(folder.timelines.iterations), len(folder.windows), folder.clocks) == (1, 1, ())
     assert len(lacks(folder, "1 torn or foreign lines")) == 2
+    assert lacks(folder, "6 torn or foreign lines were passed over: clocks.jsonl:1, ")
+
+
+@pytest.mark.parametrize("memory", [True, "x", [1], [{"predicted_peak_bytes": "x"}]])
+def test_a_summary_of_other_fields_is_named_and_left_out(tmp_path, memory):
+    put_timeline(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"memory": memory}))
+    folder = read_run_folder(tmp_path)
+    assert (folder.summary, len(lacks(folder, "summary.json cannot be used"))) == (None, 1)
+
+
+def test_a_start_that_has_not_ended_is_not_what_an_earlier_ones_summary_says(tmp_path):
+    (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
+    put_timeline(tmp_path, run=NEW, frequency_mhz=[1410, 1200])
+    for started, nothing in ((NEW, True), (OLD, False)):
+        summary = json.dumps({"only_measures": True, "started": started})
+        (tmp_path / "summary.json").write_text(summary)
+        assert read_run_folder(tmp_path).changed_nothing is nothing
 
 
 def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path):

@@ -13,13 +13,18 @@ import click
 from envpipe_megatron.cli.common import EXISTING_FILE
 from envpipe_megatron.console import say
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.megatron.arguments import read_flags, read_recipe
+from envpipe_megatron.integrations.megatron.arguments import (
+    RECOMPUTE_FLAG,
+    by_stage,
+    read_flags,
+    read_recipe,
+)
 from envpipe_megatron.integrations.megatron.explain import PlannedJob
 from envpipe_megatron.integrations.megatron.explain import explain as explain_job
 from envpipe_megatron.integrations.options import divided, flag_of, read_options
 
-#: Flags that the patch adds beside EnvPipe's options.
-_SWITCH, _RECOMPUTE = "--envpipe", "--envpipe-recompute"
+#: A flag that the patch adds beside EnvPipe's options.
+_SWITCH = "--envpipe"
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -60,8 +65,9 @@ def explain(
         os.environ.update(variables)  # where the job's own functions look
     elif not command:
         raise click.UsageError("Give the command that starts the job, or a --recipe.")
-    settings, rest = divided(flags, _RECOMPUTE)
+    settings, rest = divided(flags, RECOMPUTE_FLAG)
     args = read_flags([word for word in rest if word != _SWITCH])
+    by_stage(args)
     options = read_options(
         settings,
         num_stages=args.pipeline_model_parallel_size,

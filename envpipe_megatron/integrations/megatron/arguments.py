@@ -16,7 +16,11 @@ from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
+from envpipe_megatron.integrations.levels import JobError
+from envpipe_megatron.search.layer_profile import FULL, SELECTIVE
 
+#: A flag of EnvPipe's, beside its options, that says what each stage recomputes.
+RECOMPUTE_FLAG = "--envpipe-recompute"
 #: Flags whose argument has another name.
 _ARGUMENTS = {"fp8_format": "fp8", "fp4_format": "fp4"}
 #: Megatron's defaults, where they are neither None nor off.
@@ -58,10 +62,16 @@ def read_flags(words: Sequence[str]) -> Namespace:
         setattr(args, _ARGUMENTS.get(name, name), _value(values))
     for name in _COUNTS:
         count = getattr(args, name, None)
+        if name == "num_experts" and count == 0:  # none, in Megatron's words
+            continue
         if count is not None and (type(count) is not int or not 1 <= count <= _MOST):
             flag = f"--{name.replace('_', '-')}"
             raise EnvPipeError(f"{flag} is a whole number from 1 to {_MOST:,}", value=count)
     args.virtual_pipeline_model_parallel_size = _num_chunks(args)
+    if getattr(args, "recompute_activations", False):
+        args.recompute_granularity = "selective"
+    if getattr(args, "cpu_offloading_num_layers", 0):
+        args.cpu_offloading = True
     if shards := getattr(args, "tensor_parallel_num_weight_shards", None):
         args.gtp_weight_remat_size = shards // args.tensor_model_parallel_size
     return args
@@ -101,6 +111,30 @@ def read_recipe(path: Path) -> tuple[list[str], dict[str, str]]:
     return words, settings
 
 
+def by_stage(args: Namespace) -> list[tuple[str, int]] | None:
+    """Return what each stage recomputes, and of how many layers; None if none is given.
+
+    Raises JobError: unreadable, not one for each stage, or beside Megatron's own flag.
+    """
+    text = getattr(args, "envpipe_recompute", None)
+    if text is None:
+        return None
+    if granularity := getattr(args, "recompute_granularity", None):
+        raise JobError(
+            f"{RECOMPUTE_FLAG} cannot be combined with --recompute-granularity",
+            value=granularity,
+            remedy="Leave out one of the two.",
+        )
+    stages = [_recomputed(part) for part in str(text).split(",")]
+    if len(stages) != args.pipeline_model_parallel_size:
+        raise JobError(
+            f"{RECOMPUTE_FLAG} says what {len(stages)} stages recompute",
+            value=text,
+            remedy=f"The job has {args.pipeline_model_parallel_size}; say it for each.",
+        )
+    return stages
+
+
 def _words(flag: str, value: object) -> list[str]:
     """Write a flag as in a command line; `"[a b]"` is a list, too."""
     flag = f"--{flag.removeprefix('--').replace('_', '-')}"
@@ -128,13 +162,16 @@ def _number(word: str) -> object:
 def _num_chunks(args: Namespace) -> int:
     """Return the chunks of a stage, V, by the flags from which Megatron-LM counts them."""
     stages: int = args.pipeline_model_parallel_size
-    pattern = str(getattr(args, "hybrid_layer_pattern", None) or "")
+    patterns = (getattr(args, f"hybrid_{of}_pattern", None) for of in ("layer", "override"))
+    pattern = str(next(filter(None, patterns), ""))
     layout = str(getattr(args, "pipeline_model_parallel_layout", None) or pattern.split("/")[0])
     if "|" in layout:
         return (_repeated(layout).count("|") + 1) // stages
     layers: int | None = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
     if layers:
         of_model: int = getattr(args, "num_layers", 0) or getattr(args, "encoder_num_layers", 0)
+        for part in ("embedding", "loss"):  # each may count as a layer
+            of_model += bool(getattr(args, f"account_for_{part}_in_pipeline_split", False))
         return of_model // stages // layers
     return getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1
 
@@ -145,3 +182,14 @@ def _repeated(layout: str) -> str:
     for repeats in (r"\(([^()]*)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
         layout = re.sub(repeats, lambda found: found[1] * int(found[2]), layout)
     return layout
+
+
+def _recomputed(text: str) -> tuple[str, int]:
+    what, _, count = text.strip().partition(":")
+    if (what == "none" and not count) or (what in (FULL, SELECTIVE) and count.isdecimal()):
+        return what, int(count or 0)
+    raise JobError(
+        f"{RECOMPUTE_FLAG} is wrong",
+        value=text,
+        remedy="Say none, full:N or selective:N for each stage.",
+    )

@@ -23,11 +23,10 @@ from envpipe_megatron.integrations.hooking import (
     replaced,
 )
 from envpipe_megatron.integrations.levels import JobError, decide, limits_of_arguments
+from envpipe_megatron.integrations.megatron.arguments import RECOMPUTE_FLAG, by_stage
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
-from envpipe_megatron.search.layer_profile import FULL, SELECTIVE
 
-FLAG = "--envpipe-recompute"
 _hooks = Hooks[Training](
     "megatron/training/arguments.py",
     *("begin_step", "forward_backward", "end_step", "log"),
@@ -38,7 +37,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Add EnvPipe's options to Megatron's command line."""
     job_options.add_arguments(group)
     group.add_argument(
-        FLAG,
+        RECOMPUTE_FLAG,
         metavar="WHAT[,WHAT...]",
         help="What each stage recomputes, in place of --recompute-granularity: none, full:N or "
         "selective:N for the first N layers of each of its virtual stages; `envpipe search` prints "
@@ -146,36 +145,3 @@ def _hooked_schedules() -> Any:
             "megatron-core; `envpipe patch check` looks at it.",
         )
     return schedules
-
-
-def by_stage(args: argparse.Namespace) -> list[tuple[str, int]] | None:
-    """Return what each stage recomputes, and of how many layers; None if none is given.
-
-    Raises JobError: unreadable, not one for each stage, or beside Megatron's own flag.
-    """
-    text = getattr(args, "envpipe_recompute", None)
-    if text is None:
-        return None
-    if args.recompute_granularity is not None:
-        raise JobError(
-            f"{FLAG} cannot be combined with --recompute-granularity",
-            value=args.recompute_granularity,
-            remedy="Leave out one of the two.",
-        )
-    stages = [_read(part) for part in text.split(",")]
-    if len(stages) != args.pipeline_model_parallel_size:
-        raise JobError(
-            f"{FLAG} says what {len(stages)} stages recompute",
-            value=text,
-            remedy=f"The job has {args.pipeline_model_parallel_size}; say it for each.",
-        )
-    return stages
-
-
-def _read(text: str) -> tuple[str, int]:
-    what, _, count = text.strip().partition(":")
-    if (what == "none" and not count) or (what in (FULL, SELECTIVE) and count.isdecimal()):
-        return what, int(count or 0)
-    raise JobError(
-        f"{FLAG} is wrong", value=text, remedy="Say none, full:N or selective:N for each stage."
-    )

@@ -44,6 +44,12 @@ def test_envpipes_options_are_those_of_a_job(monkeypatch):
         (("--envpipe-profile-only",), "needs --envpipe-output"),
         (("--envpipe-level", "order", "--cuda-graph-impl", "local"), "cannot be had with: CUDA"),
         (("--inprocess-restart",), "cannot meter such a job"),
+        (("--envpipe-recompute", "full:2"), "says what 1 stages recompute"),
+        (("--envpipe-recompute",), "--envpipe-recompute is wrong"),
+        (
+            ("--envpipe-recompute", "none", "--recompute-activations"),
+            "cannot be combined with --recompute-granularity",
+        ),
     ],
 )
 def test_errors_are_those_of_a_job(words, said):

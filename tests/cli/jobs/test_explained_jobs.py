@@ -240,3 +240,15 @@ def test_a_count_that_is_none_is_named(flags):
         read_flags(flags.split())
     layouts = "--pipeline-model-parallel-layout x*99999999999|t --hybrid-layer-pattern 5"
     assert read_flags(layouts.split()).virtual_pipeline_model_parallel_size == 2
+
+
+def test_arguments_that_megatron_makes_of_others():
+    assert explained("--cpu-offloading-num-layers 2")["gets"][0].startswith("level units")
+    said = explained("--fp8-format hybrid --recompute-activations")
+    assert any("FP8 but for plain delayed scaling" in line for line in said["proven"])
+    assert any("selective recomputation" in line for line in said["never"])
+    assert explained("--num-experts 0")["gets"] == explained("")["gets"]
+    also = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    chunks = f"--num-layers 30 {also} --num-layers-per-virtual-pipeline-stage 4"
+    for flags in (chunks, "--hybrid-override-pattern M|*|M|*|M|*|M|*"):
+        assert any("4 of 2 virtual ones" in line for line in explained(flags)["gets"])
