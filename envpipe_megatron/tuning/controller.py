@@ -179,6 +179,8 @@ class Controller:
         self._compare(window)
         drift = self._learn_usual(orders, which, window)
         self._budget.compare(window, self._replicas.power_w)
+        if drift.any():  # what steps took before says nothing of today
+            self._judge.begin()
         self._judge.add(window)
         self._due.windows += 1
         return window, drift
