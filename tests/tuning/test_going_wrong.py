@@ -206,6 +206,24 @@ def test_a_loop_that_failed_is_begun_anew(monkeypatch, calm):
     assert ran.saved(70, 80) == pytest.approx(calm, abs=1e-3)
 
 
+def test_a_loop_that_had_run_for_long_is_begun_anew_as_soon_as_the_first_time(monkeypatch):
+    monkeypatch.setattr(phases, "_TRIED_AFTER", 5)
+    learn, fails = Store.learn, [1, 2, 3, 40]
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        fails[:] = [left - 1 for left in fails]
+        if 0 in fails:
+            raise ZeroDivisionError("of a test")
+        return learn(*arguments, **named)
+
+    monkeypatch.setattr(Store, "learn", failing)
+    ran = run_uneven(iterations=260)
+    ends = [at for at, text in ran.said if text.startswith("steady: ")]
+    begins = [at for at, text in ran.said if text.startswith("After a failure")]
+    pauses = [after - before for before, after in zip(ends, begins, strict=True)]
+    assert pauses == [5, 10, 20, 5]
+
+
 @pytest.mark.parametrize(("at", "told"), [(4, True), (25, True), (4, False)])
 def test_iterations_that_did_not_run_whole_teach_nothing(told, at):
     """In a probe, and at a look at the highest clock; if it is told, and nearly so if it is not."""
