@@ -57,11 +57,10 @@ def arms_section(turns: Turns, settings: Settings, plans: Mapping[str, Plan]) ->
         for which in ("saving", "slowdown"):
             value, interval = difference(turns, arm.name, first, which)
             cells += [Claim("", value, interval, "%", None, "").shown, said.get(which, "")]
-        rows.append((*cells, order, clocks if arm.changes_clock else "as they are", arm.says))
-    header = (
-        "", "saving", "predicted", "slowdown", "predicted", "order", "planned MHz", "what it does"
-    )  # fmt: skip
+        rows.append((*cells, order, clocks if arm.changes_clock else "as they are"))
+    header = ("", "saving", "predicted", "slowdown", "predicted", "order", "planned MHz")
     lines = (
+        *(f"{arm.name}: {arm.says}" for arm in settings.arms),
         f"Against {first}, by rounds; +- is the 95 % interval.",
         "Predicted from what units and waits take: `envpipe report` draws profile/.",
     )

@@ -202,7 +202,7 @@ def test_commands_list_and_reset_its_cards(acme):
         ("driver", "driver 7.1"),
         ("GPUs", "2 x Acme One"),
         ("no GPU refuses locks", "none does"),
-        ("supported clocks", "4 clocks, 600 to 900 MHz, on 2 GPUs"),
+        ("supported clocks", "600 to 900 MHz in steps of 100 MHz, 4 clocks, on 2 GPUs"),
         ("energy counter", "on all, and it moves"),
         ("back end acme", "the group acme may lock 2 cards"),
         ("auto", "takes acme"),
