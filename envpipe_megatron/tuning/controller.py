@@ -179,6 +179,8 @@ class Controller:
         self._compare(window)
         drift = self._learn_usual(orders, which, window)
         self._budget.compare(window, self._replicas.power_w)
+        if drift.any():  # what steps took before says nothing of today
+            self._judge.begin()
         self._judge.add(window)
         self._due.windows += 1
         return window, drift
@@ -308,6 +310,8 @@ class Controller:
             planner.won = ""  # it is said of the plan that runs
         if self._corrects and not self._has_no_plan:
             yield from self._correct(better=better)
+        elif not (better or plans or self.plan.park_mhz is None):  # waits may be shorter by now
+            yield from self._adopt(self._planner.ready(self.plan))
         adopted = better and (yield from self._adopt(lead))
         self._corrects &= adopted
         if lead.schedule.stages == self.plan.schedule.stages:

@@ -206,6 +206,24 @@ def test_a_loop_that_failed_is_begun_anew(monkeypatch, calm):
     assert ran.saved(70, 80) == pytest.approx(calm, abs=1e-3)
 
 
+def test_a_loop_that_had_run_for_long_is_begun_anew_as_soon_as_the_first_time(monkeypatch):
+    monkeypatch.setattr(phases, "_TRIED_AFTER", 5)
+    learn, fails = Store.learn, [1, 2, 3, 40]
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        fails[:] = [left - 1 for left in fails]
+        if 0 in fails:
+            raise ZeroDivisionError("of a test")
+        return learn(*arguments, **named)
+
+    monkeypatch.setattr(Store, "learn", failing)
+    ran = run_uneven(iterations=260)
+    ends = [at for at, text in ran.said if text.startswith("steady: ")]
+    begins = [at for at, text in ran.said if text.startswith("After a failure")]
+    pauses = [after - before for before, after in zip(ends, begins, strict=True)]
+    assert pauses == [5, 10, 20, 5]
+
+
 @pytest.mark.parametrize(("at", "told"), [(4, True), (25, True), (4, False)])
 def test_iterations_that_did_not_run_whole_teach_nothing(told, at):
     """In a probe, and at a look at the highest clock; if it is told, and nearly so if it is not."""
@@ -226,3 +244,20 @@ def test_units_that_became_much_faster_are_believed_the_second_time():
     assert store._odd(0.2 * known_s, known_s).all()
     assert not store._odd(0.2 * known_s, known_s).any()
     assert store._odd(np.full((1, 4), np.nan), known_s).all()
+
+
+def test_what_steps_took_before_units_changed_is_no_harm():
+    """Units are slow for a while; behind that there is no plan for some time."""
+    slow = dict.fromkeys(((0, stage) for stage in range(STAGES)), slower(1.03))
+    ran = run(110, lambda at: slow if 50 <= at < 70 else {}, late=(0, 0, 30))
+    assert "baseline" not in {each.phase for each in ran.job}
+    assert ran.notes == ()
+    assert ran.saved(75, 110) > 0.1
+
+
+@pytest.mark.parametrize("forward_s", [1e-6, 0.0])
+def test_a_stage_that_has_nothing_to_do_keeps_no_job_from_saving(forward_s):
+    """No look is for its units, which take microseconds, or less than events show."""
+    ran = run(60, forward_s=(0.03, 0.03, forward_s))
+    assert ran.profiled < 30
+    assert ran.saved(50, 60) > 0.05

@@ -71,6 +71,16 @@ def test_clocks_that_were_measured_once_stay_in_the_profile():
     assert min(store.profile(careful=True).clocks_mhz(0)) == lowest_mhz
 
 
+def test_changes_while_counters_are_silent_leave_what_they_said_before():
+    store = known()
+    before = store.profile(careful=False)
+    for _ in range(1000):
+        store.forget(np.array([False]))
+    for kind, rows in store.profile(careful=False).rows[0].items():
+        for row, was in zip(rows, before.rows[0][kind], strict=True):
+            assert row.energy_j == pytest.approx(was.energy_j, rel=0.01)
+
+
 def known_parts() -> Store:
     """Of one stage whose backwards were measured whole and in parts, that take half as long."""
     store = Store(half_split(SCHEDULE), [TOP_MHZ, 990], Sidecar())

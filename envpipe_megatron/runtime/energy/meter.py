@@ -275,7 +275,7 @@ class EnergyMeter:
     def _add(self, reading: EnergyReading) -> None:
         with self._lock:
             times, energies = self._times_s, self._energies_j
-            if times and reading.time_s <= times[-1]:
+            if not math.isfinite(reading.energy_j) or (times and reading.time_s <= times[-1]):
                 return
             old = 0
             if times and reading.energy_j < energies[-1]:

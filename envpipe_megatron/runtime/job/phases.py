@@ -57,7 +57,8 @@ from envpipe_megatron.tuning.shortest import ShortestOrder
 from envpipe_megatron.tuning.sweep import measured_profile, planned_beside, reconfigured
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show only the loop"
-#: Iterations after which a closed loop that failed is begun anew; twice as many each time.
+#: Iterations after which a closed loop that failed is begun anew; twice as many each time that it
+#: fails before it has run for longer than the last ones.
 _TRIED_AFTER = 200
 #: Iterations of the steady phase, in the last of which the peak of memory is compared.
 _COMPARED_ITERATIONS = 3
@@ -145,17 +146,21 @@ def _watched_last(order: IterationOrder, length: int) -> PhaseRun[list[StageReco
 
 
 def _closed_loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
-    """Run the closed loop, forever: what fails is begun anew, each time later.
+    """Run the closed loop, forever: what fails soon is begun anew, each time later.
 
     The framework's order runs meanwhile. The records are of the warm-up, but for its first
     iteration.
     """
     steady = constant_order(Phase.STEADY, job.schedule, job.top_mhz)
-    for tries in count():
+    pause = _TRIED_AFTER
+    while True:
+        begun = job.state.iteration
         try:
             yield from _loop(job, records)
         except DegradedError as error:
             _go_on(job, error)
+        if job.state.iteration - begun > pause:  # it had come back for good
+            pause = _TRIED_AFTER
         clocks_mhz = job.gpu.supported_frequencies_mhz
         if not job.collectives.on_all(job.clock.error is None and len(clocks_mhz) > 1):
             # What is found from here on is no use to a start that has control again.
@@ -166,8 +171,9 @@ def _closed_loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[No
         if not job.state.several_sizes:
             job.state.profile = None  # it may be what has failed
         job.say(f"steady: {steady.schedule.name}")
-        for _ in range(_TRIED_AFTER * 2**tries):
+        for _ in range(pause):
             yield steady
+        pause *= 2
         note(job, "After a failure, the closed loop was begun anew")
         records = yield from whole(partial(_watched_last, steady, WINDOW), job.collectives)
 

@@ -44,6 +44,8 @@ _EXACT = 1e-9
 #: model may err: the mean error on published profiles, and twice that. Without both, counters that
 #: refresh each second cost 0.4 points.
 _ERRS_BETWEEN, _ERRS_BEYOND = 0.005, 0.02
+#: No unit takes less, s: CUDA's events tell no more, and ratios need some time.
+_LEAST_S = 1e-6
 #: How late a change of clock is taken to be until one was seen, s. With 0, uneven stages save 11
 #: points less.
 _LATE_S = 0.01
@@ -170,7 +172,7 @@ class Times:
         """
         new = {}
         for clock, times_s in measured_s.items():
-            median_s = float(np.median(times_s))
+            median_s = max(float(np.median(times_s)), _LEAST_S)
             new[clock] = Point(median_s, float(len(times_s) * iterations))
             if len(times_s) > 2:
                 count = len(times_s)

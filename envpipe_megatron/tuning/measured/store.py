@@ -142,7 +142,8 @@ class Store:
         What meters said counts for little from now on.
         """
         self.drifted_far = self.drifted_far | drifted_far
-        self.powers.sums *= _KEEPS
+        # The counter of a stage whose readings count no more than one may have fallen silent.
+        self.powers.sums[self.powers.sums[:, -1, -1] > 1] *= _KEEPS
 
     def learn(
         self,

@@ -29,6 +29,9 @@ _GROUP = "envpipe_megatron.probes"
 #: Each kind of unit is seen for so long at a clock, s: three refreshes of the counter. With a tenth
 #: of one, a job with late plans in which a GPU becomes slow saves 7.3 points less.
 _ENOUGH_S = 0.3
+#: No look is for units that take less of an iteration than this share, as those of a stage that has
+#: nothing to do: a job with such a stage profiles for thousands of iterations.
+_LEAST_SEEN = 1e-3
 #: A probe that would lose less time than this share of the iteration loses none. Without it three
 #: stages of which two come under a power cap save 1.5 points less.
 _NOTHING_LOST = 1e-4
@@ -175,12 +178,17 @@ def lifted(schedule: Schedule, frequency_mhz: IntArray, store: Store) -> IntArra
 
 
 def repeats(store: Store, clocked: IntArray, clock_mhz: int) -> int:
-    """Return how many iterations at a probe's clocks see what they look at for long enough."""
+    """Return how many iterations at a probe's clocks see what they look at for long enough.
+
+    None where they would hardly see it.
+    """
     keys, times_s = store.keys(store.schedule), store.durations_s(store.schedule, clocked)
     there = clocked == clock_mhz
     looked_at = np.unique(keys[there & (keys >= 0)])
-    seen_s = [float(times_s[there & (keys == key)].sum()) for key in looked_at]
-    return math.ceil(0.99 * _ENOUGH_S / max(seen_s)) if seen_s else 0
+    seen_s = max((float(times_s[there & (keys == key)].sum()) for key in looked_at), default=0.0)
+    if seen_s <= min(_ENOUGH_S, _LEAST_SEEN * store.iteration_s(store.schedule, clocked)):
+        return 0
+    return math.ceil(0.99 * _ENOUGH_S / seen_s)
 
 
 def _units_needed(keys: IntArray, slow_s: FloatArray) -> dict[int, int]:

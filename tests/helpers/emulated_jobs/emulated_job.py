@@ -189,6 +189,7 @@ class EmulatedJob:
                 if record is None:
                     return
                 parts.meter.catch_up()
+                parts.state.iteration += 1
                 order = phases.send(record)
         except Exception as error:
             self._outbox.put((replica, stage, error))

@@ -222,6 +222,18 @@ def test_a_read_that_fails_once_spoils_nothing(gpu, meter):
     assert meter.window(0.0, 0.5).energy_j == pytest.approx(50)
 
 
+@pytest.mark.parametrize("odd_j", [math.nan, math.inf])
+def test_a_counter_that_says_no_number_has_said_nothing(gpu, meter, odd_j):
+    usual_j = gpu.counter_j
+    at(meter, gpu, 0.1, 0.2)
+    gpu.counter_j = lambda time_s: odd_j
+    at(meter, gpu, 0.3)
+    gpu.counter_j = usual_j
+    at(meter, gpu, 0.4)
+    assert np.isfinite(meter.refreshes(0.0)[1]).all()
+    assert meter.window(0.1, 0.4).energy_j == pytest.approx(30)
+
+
 def test_the_least_window_is_ten_refreshes_as_seen(gpu, meter):
     assert meter.min_window_s == pytest.approx(1.0)  # NVML's, before any was seen
     meter.close()
