@@ -23,9 +23,9 @@ from dataclasses import astuple
 from typing import Any
 
 from envpipe_megatron.child import ignore_signals_of_ranks, start_child
-from envpipe_megatron.gpu.base import EnergyReading, GpuError, ReadOnlyGpu
+from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.guard.messages import receive, send, wait_readable
-from envpipe_megatron.gpu.registry import look_at
+from envpipe_megatron.gpu.registry import READ_ONLY, open_gpu
 
 _EXPECTED_PERIOD_S = 0.1
 _STEP_S = 0.002
@@ -182,7 +182,7 @@ def main() -> None:
     """
     order = json.loads(sys.argv[1])
     ignore_signals_of_ranks()
-    gpu = ReadOnlyGpu(look_at(order["uid"]))
+    gpu = open_gpu(GpuAddress(READ_ONLY, order["uid"]))
     # A rank that takes nothing for minutes must not keep this process from looking.
     rank = socket.socket(fileno=_RANK)
     rank.setblocking(False)

@@ -236,7 +236,7 @@ def test_what_a_full_socket_refuses_is_said_later(monkeypatch):
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(energy_counter, "_RANK", theirs.detach())
-    monkeypatch.setattr(energy_counter, "look_at", lambda uid: gpu)
+    monkeypatch.setattr(energy_counter, "open_gpu", lambda address: gpu)
     monkeypatch.setattr(energy_counter, "send", send)
     monkeypatch.setattr(energy_counter, "receive", receive)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -258,7 +258,7 @@ def test_a_failure_of_any_length_is_said(monkeypatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.shutdown(socket.SHUT_WR)  # it ends after one look
     monkeypatch.setattr(energy_counter, "_RANK", theirs.detach())
-    monkeypatch.setattr(energy_counter, "look_at", lambda uid: gpu)
+    monkeypatch.setattr(energy_counter, "open_gpu", lambda address: gpu)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     order = {"uid": gpu.address.uid, "poll_s": 0.0, "parent": os.getppid()}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.registry import look_at, uid_of_cuda_device
+from envpipe_megatron.gpu.registry import READ_ONLY, open_gpu, uid_of_cuda_device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
@@ -111,7 +111,7 @@ def _open(clocks_mhz: Sequence[int]) -> Gpu:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     uid = uid_of_cuda_device(str(properties.uuid))
     if not clocks_mhz:
-        return look_at(uid)
+        return open_gpu(GpuAddress(READ_ONLY, uid))
     return open_controlled(uid, choose_control("auto", read_site()).required())
 
 

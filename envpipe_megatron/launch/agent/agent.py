@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 from envpipe_megatron.formats.bill import Bill, NodeBill
 from envpipe_megatron.formats.energy import ENDED, JOB
-from envpipe_megatron.gpu.base import ReadOnlyGpu
+from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
-from envpipe_megatron.gpu.registry import look_at
+from envpipe_megatron.gpu.registry import READ_ONLY, open_gpu
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
 from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog
 from envpipe_megatron.runtime.energy.meter import CounterAt
@@ -260,7 +260,7 @@ class NodeGpus:
         async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
             if uid not in self._ledgers:
                 self._ledgers[uid] = await _in_thread(
-                    lambda: GpuLedger(ReadOnlyGpu(look_at(uid)), hello, self._log.append)
+                    lambda: GpuLedger(open_gpu(GpuAddress(READ_ONLY, uid)), hello, self._log.append)
                 )
         self._ledgers[uid].know(hello)
         return self._ledgers[uid]
