@@ -18,6 +18,8 @@ _TELLS, _KEPT = 3, 9
 #: More standard errors of the work of one window are a change of the GPUs, and of that of many one
 #: of the usual work. A smaller share is scatter.
 _CHANGED, _GROWN, _LEAST = 9.0, 2.25, 0.005
+#: Standard error, as a share, of what units would take at the usual work.
+_INEXACT = 0.001
 
 
 class Work:
@@ -70,4 +72,4 @@ class Work:
         if len(self._windows) == _KEPT and abs(usual - 1) > max(_LEAST, _GROWN * error):
             self.now, self.grown = work / usual, usual
             self._windows.clear()
-        return float(rest)
+        return float(np.hypot(rest, _INEXACT))
