@@ -8,6 +8,7 @@ belong.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -82,11 +83,15 @@ class InstrumentedPipeline:
         say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
-        if num_microbatches < 1:
-            raise EnvPipeError("A step has at least one microbatch", value=num_microbatches)
+        try:
+            count = operator.index(num_microbatches)  # of NumPy's or torch's, say
+        except TypeError:
+            count = 0
+        if count < 1:
+            raise EnvPipeError("A step has one microbatch or more", value=num_microbatches)
         same_job = same_by_facts(facts)
         self._framework = FrameworkJob(
-            pipeline_group, num_microbatches, runs_units=True, bill=facts or {}, same_job=same_job
+            pipeline_group, count, runs_units=True, bill=facts or {}, same_job=same_job
         )
         num_stages, on_gpu = self._framework.num_stages, torch.cuda.is_available()
         read_values(settings, _WITHOUT)
