@@ -35,8 +35,8 @@ from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
 logger = logging.getLogger(__name__)
 
-#: Options that do not go with a framework that keeps its own order.
-_WITHOUT = (*OF_LEVELS, "scheduling", "max_in_flight", "profile_only")
+#: Options that do not go with a framework that keeps its own order and messages.
+_WITHOUT = (*OF_LEVELS, "scheduling", "max_in_flight", "profile_only", "channel")
 #: Where a call is made.
 _OUTSIDE, _WITHIN = "outside a step", "within a step"
 
@@ -68,8 +68,9 @@ class InstrumentedPipeline:
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/lookup/options.md, without `--envpipe-` and with
             underscores: `type`, `objective` (all but `time`), `energy_price`, `gpu_price`,
-            `reconfigure`, `baseline_steps`, `profile_steps`, `profile`, `plan`, `max_slowdown`,
-            `output`, `gpu_control`, `require_control`, `min_dwell_ms`, `gpu`.
+            `reconfigure`, `baseline_steps`, `profile_steps`, `profile`, `plan`, `sweep`,
+            `max_slowdown`, `power_budget`, `output`, `gpu_control`, `require_control`,
+            `min_dwell_ms`, `gpu`.
 
     Raises EnvPipeError if an option or a file is wrong, or would change the order.
     """

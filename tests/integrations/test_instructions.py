@@ -262,9 +262,19 @@ def test_a_number_of_microbatches_of_another_library_s_is_one(alone, tmp_path, m
     assert json.loads((tmp_path / "job.json").read_text())["steps"]["num_microbatches"] == 1
 
 
-def test_options_of_an_order_are_refused(alone):
-    with pytest.raises(EnvPipeError, match=r"No such option .*scheduling"):
-        alone(scheduling="ours")
+@pytest.mark.parametrize("option", ["scheduling", "channel"])
+def test_options_of_an_order_or_of_its_messages_are_refused(alone, option):
+    with pytest.raises(EnvPipeError, match=rf"No such option .*{option}"):
+        alone(**{option: "receives"})
+
+
+def test_all_options_that_are_taken_are_listed(alone):
+    with pytest.raises(EnvPipeError) as error:
+        alone(order="ours")
+    *_, names = str(error.value).rstrip(".").partition("There are ")
+    assert not [
+        name for name in names.split(", ") if f"`{name}`" not in InstrumentedPipeline.__doc__
+    ]
 
 
 def test_what_is_no_step_ends_no_training(pool, folder, preset):
