@@ -270,6 +270,7 @@ class _Maker:
 
 def _new_group(pair: Sequence[int], kind: Kind, timeout: timedelta) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # torch warns of another one than it is given
     options.config.max_ctas = MAX_CTAS
     options.config.min_ctas = 1
     group: dist.ProcessGroup = dist.new_group(
