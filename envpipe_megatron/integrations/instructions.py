@@ -58,8 +58,8 @@ class InstrumentedPipeline:
 
     Args:
         pipeline_group: the ranks of this rank's pipeline, in order of their stages; of gloo or
-            NCCL. The i-th forward and the i-th backward are those of microbatch i. A job without a
-            pipeline has a group for each rank, and gets one clock.
+            NCCL, None for the default group. The i-th forward and the i-th backward are those of
+            microbatch i. A job without a pipeline has a group for each rank, and gets one clock.
         num_microbatches: M, of each pipeline and step.
         facts: what tells this job from others, of JSON's types: `model`, `microbatch_size`,
             `samples_per_iteration`, `tokens_per_iteration` or anything else. The energy bill shows
@@ -77,7 +77,7 @@ class InstrumentedPipeline:
 
     def __init__(
         self,
-        pipeline_group: dist.ProcessGroup,
+        pipeline_group: dist.ProcessGroup | None,
         num_microbatches: int,
         *,
         facts: Mapping[str, Any] | None = None,
@@ -94,6 +94,12 @@ class InstrumentedPipeline:
         self._framework = FrameworkJob(
             pipeline_group, count, runs_units=True, bill=facts or {}, same_job=same_job
         )
+        if self._framework.stage < 0:
+            raise EnvPipeError(
+                "This rank is in no pipeline that it gave",
+                value=dist.get_rank(),
+                remedy="Give each rank, as pipeline_group, the group of its own pipeline.",
+            )
         num_stages, on_gpu = self._framework.num_stages, torch.cuda.is_available()
         read_values(settings, _WITHOUT)
         # Of the orders that flags know, the one whose defaults keep the framework's order.

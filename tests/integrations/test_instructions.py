@@ -193,8 +193,8 @@ def alone(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def make(num_microbatches=1, **settings):
-        return InstrumentedPipeline(dist.group.WORLD, num_microbatches, gpu="a40", **settings)
+    def make(num_microbatches=1, group=None, **settings):
+        return InstrumentedPipeline(group, num_microbatches, gpu="a40", **settings)
 
     yield make
     dist.destroy_process_group()
@@ -260,6 +260,11 @@ def test_a_number_of_microbatches_of_another_library_s_is_one(alone, tmp_path, m
                 pass
     pipeline.close()
     assert json.loads((tmp_path / "job.json").read_text())["steps"]["num_microbatches"] == 1
+
+
+def test_a_rank_that_gave_another_pipelines_group_is_refused(alone):
+    with pytest.raises(EnvPipeError, match=r"in no pipeline that it gave \(got 0\)"):
+        alone(group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
 @pytest.mark.parametrize("option", ["scheduling", "channel"])

@@ -81,7 +81,7 @@ def backend_of(group: dist.ProcessGroup) -> str:
     return parts.get(device, dist.get_backend(group))
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """Return how long a rank may be silent in a group, or in the default one if that is longer.
 
     Groups of EnvPipe's that give up sooner would end a job that goes on without it. torch's own
