@@ -211,6 +211,7 @@ WITH_EXPERTS = {"num_experts": 8, "envpipe_level": "order"}
         ({**WITH_EXPERTS, "envpipe_self_check": "off"}, "order cannot be had with: mixture of exp"),
         ({"inprocess_restart": True}, "cannot meter"),
         ({"fake_process_group": True}, "cannot meter"),
+        ({"llm_pp": 1}, "cannot meter"),
     ],
 )
 def test_what_a_job_cannot_have_ends_it(hooks, given, told, monkeypatch, capsys):
@@ -487,3 +488,19 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
     assert "reinforcement learning" in {limit.feature for limit in exchanged}
     assert pickle.loads(pickle.dumps(exchanged)) == exchanged
     assert (made[1].options.scheduling, made[1].options.max_in_flight) == ("1f1b", None)
+
+
+def test_tokens_are_those_of_the_language_model(hooks):
+    """LLaVA's `seq_length` is what an image becomes; a profile of another model is of no use."""
+    from envpipe_megatron.integrations.megatron.training import facts_of
+
+    names = "tensor_model_parallel_size", "micro_batch_size", "num_layers", "hidden_size"
+    args = argparse.Namespace(**dict.fromkeys(names, 1), global_batch_size=8, seq_length=256)
+    assert facts_of(args)["bill"]["tokens_per_iteration"] == 8 * 256
+    args.decoder_seq_length, args.hybrid_layer_pattern = 4096, "M-*"
+    facts = facts_of(args)
+    assert (facts["bill"]["tokens_per_iteration"], facts["sidecar"].sequence_length) == (
+        8 * 4096,
+        4096,
+    )
+    assert facts["same_job"]["hybrid_layer_pattern"] == "M-*"

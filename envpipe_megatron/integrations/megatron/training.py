@@ -219,15 +219,17 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
 
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return what Megatron's arguments say of the job, as `FrameworkJob` has it."""
+    # Where images are read too, `seq_length` is what one of them becomes.
+    sequence_length = max(args.seq_length, getattr(args, "decoder_seq_length", None) or 0)
     return {
         "sidecar": Sidecar(
             tensor_parallel=args.tensor_model_parallel_size,
             microbatch_size=args.micro_batch_size,
-            sequence_length=args.seq_length,
+            sequence_length=sequence_length,
         ),
         "bill": {
             "model": f"GPT, {args.num_layers} layers, width {args.hidden_size}",
-            "tokens_per_iteration": _full_batch(args) * args.seq_length,
+            "tokens_per_iteration": _full_batch(args) * sequence_length,
             "samples_per_iteration": _full_batch(args),
             "microbatch_size": args.micro_batch_size,
         },
