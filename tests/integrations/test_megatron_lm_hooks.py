@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from leveled_jobs import begin, fresh_hooks, given, jobs_are_faked
 
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders.builders import whole_iteration
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
@@ -369,6 +370,38 @@ def test_what_the_interpreter_does_not_run_goes_to_megatron_itself():
         own, failed = called(config, **call)
         assert len(own) == 3
         assert failed is None
+
+
+def test_memory_for_longer_messages_is_made_before_a_unit_runs():
+    """Megatron-Bridge's fine-tuning gives each iteration a length; without memory, no unit runs."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer import TransformerConfig
+
+    from envpipe_megatron.integrations.megatron.core import ForwardBackward
+
+    one: Any = SimpleNamespace(size=lambda: 1)
+    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2), tp=one, cp=one)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, pipeline_dtype=torch.float32
+    )
+    names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
+    given = dict.fromkeys(names, 1) | {"model": SimpleNamespace(config=config)}
+    given |= {"p2p_communicator": object(), "pg_collection": groups}
+    collectives = SimpleNamespace(first=lambda why: why and (0, why))
+    parts = SimpleNamespace(channel=SimpleNamespace(ranks=[0, 1]), collectives=collectives)
+    lengths: list[int] = []
+    session: Any = SimpleNamespace(
+        parts=parts,
+        may_split=False,
+        make_room=lambda specs: lengths.append(specs.sends[Kind.FORWARD].shapes[0][0]),
+        run_iteration=Mock(side_effect=EOFError),
+    )
+    ours = ForwardBackward(session, 0, Mock())
+    with patch("torch.distributed.get_process_group_ranks", lambda group: [0, 1]):
+        for length in (8, 4, 16, 12, 16):
+            with pytest.raises(EOFError):
+                ours(**given, seq_length=length)
+    assert lengths == [8, 16]
 
 
 def called(config, ranks=(0, 1), told=None, later=None, **named):

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.megatron import split_backward
@@ -77,6 +78,8 @@ class ForwardBackward:
         #: Why megatron-core's own function makes all iterations; not known before the first.
         self._against: str | None = None
         self._has_checked_call = False
+        #: Of a message, in any iteration so far: Megatron-Bridge gives each its own length.
+        self._longest_bytes = 0
         #: The model whose backwards can be split; it is prepared once, if it is to be.
         self._put_off_in: list[torch.nn.Module] = []
 
@@ -135,6 +138,10 @@ class ForwardBackward:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
         if rehearsal is None:
+            message_bytes = specs.sends[Kind.FORWARD].num_bytes
+            if message_bytes > self._longest_bytes:
+                self._session.make_room(specs)
+                self._longest_bytes = message_bytes
             self._session.run_iteration(arguments["num_microbatches"], specs, make_work)
         else:
             order, tried = rehearsal.order, rehearsal.of
