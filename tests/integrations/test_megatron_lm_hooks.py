@@ -537,3 +537,5 @@ def test_tokens_are_those_of_the_language_model(hooks):
         4096,
     )
     assert facts["same_job"]["hybrid_layer_pattern"] == "M-*"
+    args.lengths_vary = True  # as in Megatron-Bridge's fine-tuning
+    assert "tokens_per_iteration" not in facts_of(args)["bill"]
