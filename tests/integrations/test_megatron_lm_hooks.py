@@ -372,8 +372,8 @@ def test_what_the_interpreter_does_not_run_goes_to_megatron_itself():
         assert failed is None
 
 
-def test_memory_for_longer_messages_is_made_before_a_unit_runs():
-    """Megatron-Bridge's fine-tuning gives each iteration a length; without memory, no unit runs."""
+def test_memory_is_for_the_longest_messages_that_may_come():
+    """Megatron-Bridge's fine-tuning gives each iteration, and each replica, another length."""
     pytest.importorskip("megatron.core")
     from megatron.core.transformer import TransformerConfig
 
@@ -389,19 +389,16 @@ def test_memory_for_longer_messages_is_made_before_a_unit_runs():
     given |= {"p2p_communicator": object(), "pg_collection": groups}
     collectives = SimpleNamespace(first=lambda why: why and (0, why))
     parts = SimpleNamespace(channel=SimpleNamespace(ranks=[0, 1]), collectives=collectives)
-    lengths: list[int] = []
-    session: Any = SimpleNamespace(
-        parts=parts,
-        may_split=False,
-        make_room=lambda specs: lengths.append(specs.sends[Kind.FORWARD].shapes[0][0]),
-        run_iteration=Mock(side_effect=EOFError),
-    )
-    ours = ForwardBackward(session, 0, Mock())
+    run = Mock(side_effect=EOFError)
+    session: Any = SimpleNamespace(parts=parts, may_split=False, run_iteration=run)
+    ours = ForwardBackward(session, 0, Mock(), seq_length=12)
     with patch("torch.distributed.get_process_group_ranks", lambda group: [0, 1]):
-        for length in (8, 4, 16, 12, 16):
+        for length, decoder in ((8, None), (12, 12), (4, 16)):
             with pytest.raises(EOFError):
-                ours(**given, seq_length=length)
-    assert lengths == [8, 16]
+                ours(**given, seq_length=length, decoder_seq_length=decoder)
+    specs = [(call.args[1], call.args[3]) for call in run.mock_calls]
+    lengths = [[each.sends[Kind.FORWARD].shapes[0][0] for each in both] for both in specs]
+    assert lengths == [[8, 12], [12, 12], [16, 16]]
 
 
 def called(config, ranks=(0, 1), told=None, later=None, **named):

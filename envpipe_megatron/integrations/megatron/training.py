@@ -160,7 +160,12 @@ class Training(LeveledJob):
             regroups = session.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
             check = SelfCheck(session, orders_of, needed=self._checked)
-        return ForwardBackward(session, framework_function=framework_function, check=check)
+        return ForwardBackward(
+            session,
+            framework_function=framework_function,
+            check=check,
+            seq_length=self._args.seq_length,
+        )
 
     def _forward_backward(self, **arguments: Any) -> Any:
         """Run an iteration by what now takes the place of Megatron's function.
