@@ -396,7 +396,7 @@ def test_memory_is_for_the_longest_messages_that_may_come():
         for length, decoder in ((8, None), (12, 12), (4, 16)):
             with pytest.raises(EOFError):
                 ours(**given, seq_length=length, decoder_seq_length=decoder)
-    specs = [(call.args[1], call.args[3]) for call in run.mock_calls]
+    specs = [(call.args[1], call.kwargs["longest"]) for call in run.mock_calls]
     lengths = [[each.sends[Kind.FORWARD].shapes[0][0] for each in both] for both in specs]
     assert lengths == [[8, 12], [12, 12], [16, 16]]
 

@@ -143,7 +143,7 @@ class ForwardBackward:
             most = {"seq_length": max(own, self._seq_length), "decoder_seq_length": None}
             longest = _specs({**arguments, **most}, groups)
             count = arguments["num_microbatches"]
-            self._session.run_iteration(count, specs, make_work, longest)
+            self._session.run_iteration(count, specs, make_work, longest=longest)
         else:
             order, tried = rehearsal.order, rehearsal.of
             self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))
