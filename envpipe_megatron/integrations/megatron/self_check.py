@@ -91,7 +91,9 @@ class SelfCheck:
             return framework_function(**arguments)
         begin_s, why = time.monotonic(), None
         chunks = listed(arguments["model"])
-        iteration = RepeatedIteration(chunks, arguments["data_iterator"])
+        # Megatron-Bridge binds its state, in which forwards count operations.
+        bound = getattr(arguments["forward_step_func"], "args", ())
+        iteration = RepeatedIteration(chunks, arguments["data_iterator"], bound)
 
         def megatron(data: Any) -> list[Any]:
             return framework_function(**{**arguments, "data_iterator": data})
