@@ -219,14 +219,18 @@ def seen_reason(stage: Any, microbatch: int | None, loss: torch.Tensor | None) -
         outputs, inputs = stage.fwd_cache[microbatch]
         gradients = None if stage.is_last else stage._retrieve_recv_grads(microbatch)
         outputs = [loss] if stage.is_last else list(outputs)
+        if any(output._is_view() for output in outputs):
+            return "an output is a view, which torch cannot detach in place"
         weights = [weight for weight in stage.submod.parameters() if weight.requires_grad]
         if reason := _reason_of_graph(outputs, inputs, weights):
             return reason
         leaves = [*weights, *(each for each in inputs if isinstance(each, torch.Tensor))]
 
         def whole() -> list[int | None]:
+            ends = [at for at, output in enumerate(outputs) if output.requires_grad]
+            given = None if gradients is None else [gradients[at] for at in ends]
             with _own_gradients(leaves):
-                torch.autograd.backward(outputs, gradients, retain_graph=True)
+                torch.autograd.backward([outputs[at] for at in ends], given, retain_graph=True)
                 return _digests(leaves)
 
         with _reproducible():

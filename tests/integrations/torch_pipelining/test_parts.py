@@ -45,7 +45,9 @@ def stage_of(compute):
         is_first=False,
         is_last=False,
         fwd_cache={0: (outputs, [x])},
-        _retrieve_recv_grads=lambda at: [torch.randn(WIDTH, WIDTH) for _ in outputs],
+        _retrieve_recv_grads=lambda at: [
+            torch.randn(WIDTH, WIDTH) if each.requires_grad else None for each in outputs
+        ],
     )
 
 
@@ -53,18 +55,31 @@ def stage_of(compute):
     ("compute", "why"),
     [
         (lambda of, x: of.norm(of.linear(x) @ of.weight).tanh(), ""),
-        (lambda of, x: of.layer(x[None])[0], ""),
+        (lambda of, x: of.layer(x[None])[0].tanh(), ""),
         (lambda of, x: x @ of.weight + of.apart, ""),
         (lambda of, x: (x @ of.weight).tanh() @ of.weight, "a weight is used more than once"),
         (lambda of, x: x @ of.weight + x.tanh() @ of.weight, "a weight is used more than once"),
         (lambda of, x: OwnLinear.apply(x, of.weight), "weights are used by OwnLinearBackward"),
         (lambda of, x: (x @ of.weight, of.apart.tanh()), "its two parts give other bits"),
+        (lambda of, x: (x @ of.weight, x > 0), ""),
+        (lambda of, x: (x @ of.weight).view(-1), "an output is a view"),
         (
             lambda of, x: checkpoint(of.linear, x, use_reentrant=True),
             "torch does not run it in two parts: RuntimeError",
         ),
     ],
-    ids=["linear", "transformer", "added", "twice", "beside", "function", "past", "reentrant"],
+    ids=[
+        "linear",
+        "transformer",
+        "added",
+        "twice",
+        "beside",
+        "function",
+        "past",
+        "mask",
+        "view",
+        "reentrant",
+    ],
 )
 def test_backwards_that_stay_whole_are_known_by_one_of_them(compute, why):
     """And gradients are as they were, with the graph for the job's own backward."""
@@ -78,7 +93,8 @@ def test_backwards_that_stay_whole_are_known_by_one_of_them(compute, why):
     assert model.weight.grad is given
     assert given.unique().tolist() == [1.0]
     assert [x.grad, model.linear.weight.grad, model.apart.grad] == [None] * 3
-    torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+    learned = [each for each in outputs if each.requires_grad]
+    torch.autograd.backward(learned, [torch.ones_like(each) for each in learned])
 
 
 def test_other_bits_are_noticed(monkeypatch):
