@@ -200,6 +200,8 @@ def known_reason(stages: Sequence[Any]) -> str:
                 wrappers.append(type(module).__name__)
             if wrappers:
                 return f"with {wrappers[0]} their parts are not shown to give the same gradients"
+            if module._backward_hooks or module._backward_pre_hooks:
+                return "modules have backward hooks, which a trial of the parts would call, too"
         if stage.dw_builder is not None:
             return "a stage has a dw_builder of its own"
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
