@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -242,6 +243,9 @@ def seen_reason(stage: Any, microbatch: int | None, loss: torch.Tensor | None) -
                 _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
                 _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
                 apart = _digests(leaves)
+                found = [*(gradients or ()), *(each.grad for each in leaves)]
+                if _share_memory(found, [each.grad for each in weights]):
+                    return "a weight's gradient has the memory of another gradient"
             if (once := whole()) != apart:
                 others = "its two parts give" if whole() == once else "each whole one gives"
                 return f"{others} other bits"
@@ -306,7 +310,24 @@ def _own_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def _digests(leaves: Sequence[torch.Tensor]) -> list[int | None]:
     """Return a sum of each gradient's bits: another copy of all of them may have no memory."""
-    found = [None if leaf.grad is None else leaf.grad.detach() for leaf in leaves]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in found]
+    local = [None if leaf.grad is None else _local(leaf.grad) for leaf in leaves]
     sums = [each if each is None else each.view(_BITS[each.element_size()]).sum() for each in local]
     return [each if each is None else int(each) for each in sums]
+
+
+def _share_memory(found: Sequence[torch.Tensor | None], of: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether one of these gradients lies where another that was found does.
+
+    The next microbatch's would be added to both: torch keeps gradients of weights as it gets them.
+    """
+    found_at, at = (
+        [_local(each).untyped_storage().data_ptr() for each in several if each is not None]
+        for several in (found, of)
+    )
+    places = Counter(found_at)
+    return any(places[place] > 1 for place in at)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    own = gradient.detach()
+    return own.to_local() if isinstance(own, DTensor) else own
