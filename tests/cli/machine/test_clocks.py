@@ -181,6 +181,19 @@ def test_an_epilogue_undoes_what_dead_jobs_left_and_nothing_else(node):
     held.release()
 
 
+@pytest.mark.parametrize("fault", ["driver_not_loaded", "driver_mismatch"])
+def test_an_epilogue_fails_without_a_driver_only_if_a_dead_job_left_a_lock(node, fault):
+    """One script runs on all nodes, and SLURM drains those on which it fails."""
+    path = dead_job_leaves(node.uuids[2])
+    node.set_fault(None, fault)
+    result = run("clocks", "reset", "--dead-jobs")
+    assert f"{node.uuids[2]}: not reset: no back end" in result.stdout
+    assert (result.exit_code, path.exists()) == (1, True)
+    path.unlink()
+    assert run_well("clocks", "reset", "--dead-jobs").stdout == "There is nothing to reset.\n"
+    assert run("clocks", "reset").exit_code == 1
+
+
 def test_an_epilogue_does_not_go_where_a_lease_of_another_user_says(node, tmp_path):
     """Nor does one of the same user's that nobody can undo hide what became of the others."""
     address = GpuAddress("emulated", f"{tmp_path}#no number")
