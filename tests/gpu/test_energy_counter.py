@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, look_until
 
 from envpipe_megatron.gpu import energy_counter
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
@@ -24,6 +24,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.energy_counter import STALL_S, EnergyCounter, EnergyReader
 from envpipe_megatron.gpu.guard.messages import receive
 from envpipe_megatron.gpu.registry import open_gpu
+from envpipe_megatron.runtime.energy import meter as energy_meter
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
 POWER_W = 200.0
@@ -277,6 +278,16 @@ def test_windows_are_those_of_a_meter_of_this_process(gpu, meter):
     assert meter.window(1.1, 3.2) == own.window(1.1, 3.2)
     assert meter.last_refresh_s == own.last_refresh_s == pytest.approx(gpu.read_energy().time_s)
     own.close()
+
+
+def test_what_it_sees_in_a_long_step_is_taken_in(gpu, monkeypatch):
+    """Its socket holds the refreshes of half a minute, and nobody asks for any in a step."""
+    monkeypatch.setattr(energy_meter, "_TAKE_S", 0.01)
+    meter = EnergyMeter(gpu, poll_s=NEVER_S)
+    gpu.advance_to(2.2)
+    energy_counter.send(meter._reader._connection, {"op": "look"})
+    look_until(lambda: meter._times_s[-1] == gpu.read_energy().time_s)
+    meter.close()
 
 
 def test_a_thread_goes_on_where_the_reader_is_killed(gpu, meter):
