@@ -8,16 +8,19 @@ import os
 import random
 import select
 import signal
+import site
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu, look_until
 
+from envpipe_megatron.child import start_child
 from envpipe_megatron.gpu import energy_counter
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -341,6 +344,18 @@ def test_it_outlives_what_is_meant_for_ranks_and_what_python_prints(gpu, tmp_pat
     assert meter._reader is not None
     assert meter.last_refresh_s == gpu.read_energy().time_s
     meter.close()
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_installed_packages_hide_nothing_of_pythons_own(monkeypatch, installed):
+    """`dataclasses` of old Pythons, which lies there at times, ended guards as they started."""
+    package = str(Path(energy_counter.__file__).resolve().parents[2])
+    monkeypatch.setattr(site, "getsitepackages", lambda: [package] * installed)
+    monkeypatch.setenv("PYTHONPATH", "/jobs/own")
+    script = "import os; print(os.environ['PYTHONPATH'], end='')"
+    process = start_child(("-c", script), None, stdout=subprocess.PIPE)
+    said = process.communicate(timeout=WAIT_S)[0].decode()
+    assert said == ("/jobs/own" if installed else f"{package}:/jobs/own")
 
 
 def test_it_ends_with_its_meter(meter):
