@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -292,7 +293,9 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     if dead_jobs and wanted:
         raise click.UsageError("--dead-jobs is of all GPUs: leave out --gpu")
     site = read_site()
-    gpus = _listed_gpus()
+    gpus: Sequence[Device] = ()
+    with suppress(GpuError) if dead_jobs else nullcontext():  # their leases name GPUs, too
+        gpus = _listed_gpus()
     chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
     if not wanted:
         chosen = [gpu for gpu in chosen if _can_be_locked(gpu)]

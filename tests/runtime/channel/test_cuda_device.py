@@ -235,7 +235,7 @@ def test_gpus_are_as_near_as_nccl_is_to_want_them(monkeypatch, level, by_nvlink)
     far = {}
     monkeypatch.setattr(cuda_device, "uid_of_cuda_device", {"a": "GPU-a", "b": "GPU-b"}.__getitem__)
     monkeypatch.setattr(nvml, "call_gpu", lambda uid, action, function: function(uid))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uid: uid)
+    monkeypatch.setattr(nvml, "handle_of", lambda uid: uid)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", lambda a, b, how: 0 if by_nvlink else 5)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTopologyCommonAncestor", lambda *two: far[two])
     monkeypatch.setenv("NCCL_P2P_LEVEL", level)
