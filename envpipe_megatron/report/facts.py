@@ -69,7 +69,7 @@ class ReportFacts:
 def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
     """Add up what a run's folder tells, and predict what its bubbles are worth."""
     facts = replace(_metered_facts(folder, tariff), changed_nothing=folder.changed_nothing)
-    recorded = folder.timelines.iterations
+    recorded = folder.recorded
     if not recorded:
         return facts
     profile = folder.profile

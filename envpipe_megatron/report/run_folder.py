@@ -23,7 +23,12 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
     read_energy_logs,
 )
-from envpipe_megatron.formats.timeline import GpuLabels, TimelineLogs, read_timelines
+from envpipe_megatron.formats.timeline import (
+    GpuLabels,
+    RankIteration,
+    TimelineLogs,
+    read_timelines,
+)
 from envpipe_megatron.report.pipelines import on_one_axis
 
 T = TypeVar("T")
@@ -63,6 +68,19 @@ class RunFolder:
     def windows(self) -> tuple[EnergyWindow, ...]:
         """The metered windows."""
         return self.energy.windows
+
+    @property
+    def recorded(self) -> tuple[RankIteration, ...]:
+        """Recorded iterations of starts in which each rank was the stage that it is in the last.
+
+        With another number of replicas, ranks are other stages.
+        """
+        stages: dict[str, dict[int, int]] = {}
+        for read in self.timelines.iterations:
+            stages.setdefault(read.labels.run, {})[read.labels.rank] = read.labels.stage
+        last = stages[max(stages)] if stages else {}
+        alike = {run for run, own in stages.items() if {**own, **last} == {**last, **own}}
+        return tuple(read for read in self.timelines.iterations if read.labels.run in alike)
 
     @property
     def _labels(self) -> list[GpuLabels | EnergyWindow]:
