@@ -27,7 +27,8 @@ from envpipe_megatron.console import drop_output, say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 
-_SLOTS, _MOST = r"0*[1-9]\d*", r"(\s+max[_-]slots=\d+)*"
+#: Of more digits is a port of ssh's, and so many processes would be a node's end.
+_SLOTS, _MOST = r"0*[1-9]\d{0,2}", r"(\s+max[_-]slots=\d+)*"
 #: No leading dash: ssh would take such a host for an option. An IPv6 address has brackets or slots:
 #: else its end may be meant as a number of processes.
 _LINE = re.compile(
@@ -112,7 +113,8 @@ def _read_line(words: str, where: str) -> Host:
         raise EnvPipeError(
             f"{where}: this is not a host and its number of processes",
             value=words,
-            remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1.",
+            remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1 to 999. A port is "
+            "ssh's: --ssh 'ssh -p PORT', or ~/.ssh/config.",
         )
     host = match["boxed"] or match["name"] or match["bare"]
     slots = match["colon"] or match["slots"]
