@@ -113,8 +113,8 @@ def _read_line(words: str, where: str) -> Host:
         raise EnvPipeError(
             f"{where}: this is not a host and its number of processes",
             value=words,
-            remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1 to 999. A port is "
-            "ssh's: --ssh 'ssh -p PORT', or ~/.ssh/config.",
+            remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1 to 999. A port "
+            "is ssh's: --ssh 'ssh -p PORT', or ~/.ssh/config.",
         )
     host = match["boxed"] or match["name"] or match["bare"]
     slots = match["colon"] or match["slots"]
