@@ -6,6 +6,7 @@ Enter at `read_hostfile`, `ssh_command` and `run_nodes`, as `cli/jobs/launch.py`
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import queue
@@ -239,7 +240,7 @@ class _Run:
     def _watch(self, host: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout
         assert process.stderr
-        mark = f"[{host}] ".encode()
+        mark = f"[{host}] "
         relays = [
             threading.Thread(target=self._relay, args=(pipe, mark, sink), daemon=True)
             for pipe, sink in (
@@ -256,12 +257,16 @@ class _Run:
             relay.join(max(0.0, end_s - time.monotonic()))
         self._events.put(partial(self._ended, host, status))
 
-    def _relay(self, pipe: IO[bytes], mark: bytes, to: IO[bytes]) -> None:
-        """Print whole lines, so that those of different nodes do not mix."""
-        with pipe:
-            for line in pipe:
+    def _relay(self, pipe: IO[bytes], mark: str, to: IO[bytes]) -> None:
+        """Print whole lines, so that those of different nodes do not mix.
+
+        A progress bar's end in a carriage return. Bytes stay as they are: each is a letter here.
+        """
+        with io.TextIOWrapper(pipe, "latin-1", newline="") as lines:
+            for line in lines:
+                end = "" if line.endswith(("\r", "\n")) else "\n"
                 try:
-                    to.write(mark + line.removesuffix(b"\n") + b"\n")
+                    to.write(f"{mark}{line}{end}".encode("latin-1"))
                     to.flush()
                 except OSError as error:
                     # Nobody reads it any more; what nodes print while they end is dropped.
