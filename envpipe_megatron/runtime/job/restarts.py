@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -156,7 +156,10 @@ class JobFolder:
             except Exception as error:  # a kept file may fail in any way, and the job must start
                 why = error if isinstance(error, EnvPipeError) else repr(error)
                 self._make_way = cache(partial(_set_aside, path.parent, self._given, why))
-            started = datetime.now(UTC).isoformat(timespec="milliseconds")
+            now = datetime.now(UTC)
+            for before in found.starts[-1:]:  # of a node whose clock may be hours ahead
+                now = max(now, datetime.fromisoformat(before) + timedelta(milliseconds=1))
+            started = now.isoformat(timespec="milliseconds")
             self._job, self._keys = replace(found, starts=(*found.starts, started)), keys
             if found.starts or not options.may_be_lowered:
                 self.keep()
@@ -166,6 +169,8 @@ class JobFolder:
 
     def run_label(self, run: str) -> dict[str, str]:
         """Return what lines of logs have as their `run`: no other start has the same.
+
+        A later start's comes later in alphabetical order, by which readers know the last one.
 
         After a restart, iterations since the last checkpoint run once more, and are billed twice.
         """

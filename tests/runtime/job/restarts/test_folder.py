@@ -112,6 +112,14 @@ def test_a_script_may_change_its_working_folder(tmp_path, monkeypatch):
     assert len((tmp_path / "out" / "loop.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_start_on_a_node_whose_clock_is_behind_is_the_last_one_all_the_same(whole):
+    """Readers take the last label for the last start's."""
+    job = stored(whole)
+    ahead = "2199-01-01T00:00:00.000+00:00"
+    replace(job, starts=(ahead,)).write(whole / "job.json", KEYS)
+    assert job_folder(whole).started == "2199-01-01T00:00:00.001+00:00"
+
+
 @pytest.mark.parametrize("lacks", ["output", "fingerprint"])
 def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_path, lacks):
     given = {"output": tmp_path, "fingerprint": {"layers": 24}, lacks: None}
