@@ -293,7 +293,12 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     if dead_jobs and wanted:
         raise click.UsageError("--dead-jobs is of all GPUs: leave out --gpu")
     site = read_site()
-    gpus = _listed_gpus()
+    gpus: Sequence[Device] = ()
+    try:
+        gpus = _listed_gpus()
+    except NoDriverError:
+        if not dead_jobs:  # a node without GPUs may have the epilogue, too
+            raise
     chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
     if not wanted:
         chosen = [gpu for gpu in chosen if _can_be_locked(gpu)]

@@ -181,6 +181,16 @@ def test_an_epilogue_undoes_what_dead_jobs_left_and_nothing_else(node):
     held.release()
 
 
+def test_an_epilogue_on_a_node_without_a_driver(node):
+    path = dead_job_leaves(node.uuids[2])
+    node.set_fault(None, "driver_not_loaded")
+    result = run("clocks", "reset", "--dead-jobs")
+    assert (result.exit_code, f"{node.uuids[2]}: not reset: " in result.stdout) == (1, True)
+    path.unlink()
+    assert run_well("clocks", "reset", "--dead-jobs").stdout == "There is nothing to reset.\n"
+    assert "no NVIDIA driver is loaded" in run_badly("clocks", "reset")
+
+
 def test_an_epilogue_does_not_go_where_a_lease_of_another_user_says(node, tmp_path):
     """Nor does one of the same user's that nobody can undo hide what became of the others."""
     address = GpuAddress("emulated", f"{tmp_path}#no number")
