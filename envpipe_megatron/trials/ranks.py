@@ -28,7 +28,8 @@ EVENT_MARK = "@envpipe "
 def rank_environment(emulated: Path) -> dict[str, str]:
     """Return this process's environment, for ranks whose emulated GPUs are in a folder."""
     environment = {
-        **os.environ,
+        # torchrun's, as a pod of several nodes has them, would make it wait for the other nodes.
+        **{name: value for name, value in os.environ.items() if not name.startswith("PET_")},
         ROOT_VARIABLE: str(emulated.resolve()),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",

@@ -58,6 +58,11 @@ def test_a_rank_that_fails_is_said_with_where_to_look(run, tmp_path):
     assert (tmp_path / "log").read_text() == "why\n"
 
 
+def test_ranks_wait_for_no_other_node_of_a_pod(run, monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "2")
+    run(lambda event: None, "import os; sys.exit('PET_NNODES' in os.environ)")
+
+
 def test_what_goes_wrong_with_a_report_ends_the_ranks_and_is_raised(run):
     with pytest.raises(KeyError, match="step"):
         run(lambda event: event["step"])
