@@ -1,5 +1,6 @@
 """Ranks that are interrupted or fail: they end, their clocks are reset, and it is said."""
 
+import errno
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ import pytest
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.launch import node
-from envpipe_megatron.trials.ranks import rank_environment, run_ranks
+from envpipe_megatron.trials.ranks import emit, rank_environment, run_ranks
 
 RANK = """
 import sys, time
@@ -41,6 +42,24 @@ def run(tmp_path, monkeypatch):
             assert (locked_mhz, gpu.requested_frequency_mhz) == ([1200], None)
 
     return run_it
+
+
+@pytest.mark.parametrize("locks", ["none", "nfs"])
+def test_ranks_report_on_any_disk(tmp_path, monkeypatch, capsys, locks):
+    settings, taken = tmp_path / "settings.json", []
+    settings.write_text("{}")
+
+    def flock(file, operation):
+        taken.append(locks == "nfs" and file.writable())
+        if not taken[-1]:  # NFS has no exclusive lock of a file that is opened for reading
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(sys, "argv", ["worker", str(settings)])
+    monkeypatch.setattr("fcntl.flock", flock)
+    emit("up", rank=0)
+    assert capsys.readouterr().out == '@envpipe {"event": "up", "rank": 0}\n'
+    assert taken == [locks == "nfs"]
+    assert settings.read_text() == "{}"
 
 
 @pytest.mark.usefixtures("signals_at_default")
