@@ -170,6 +170,13 @@ def test_equal_is_to_the_last_bit_of_every_gradient():
     assert halves.differs_from(outcome(a=one.bfloat16())) is None
 
 
+def test_a_stage_without_losses_may_have_another_default_device():
+    from envpipe_megatron.integrations.megatron.self_check import Outcome
+
+    with torch.device("meta"):
+        assert Outcome.of([], []).differs_from(Outcome.of([], [])) is None
+
+
 def test_gradients_that_are_no_numbers_are_seen_wherever_they_are():
     large = torch.ones(70_000)
     assert outcome(a=large).finite

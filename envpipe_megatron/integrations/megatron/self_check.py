@@ -206,7 +206,7 @@ class Outcome:
             for value in tree_leaves(losses)
             if isinstance(value, torch.Tensor)
         ]
-        samples = {"losses": torch.cat(numbers) if numbers else torch.zeros(0)}
+        samples = {"losses": torch.cat(numbers) if numbers else torch.zeros(0, device="cpu")}
         digests = {"losses": samples["losses"].numpy().tobytes()}
         finite = True
         for number, chunk in enumerate(chunks):
