@@ -256,6 +256,7 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, str, list[str]
 def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[bytes]]:
     """The bits of losses and gradients of a step in torch's own order, and in each of others."""
     schedule, layers = make(case, rank, dist.get_world_size())
+    schedule._backward_requires_autograd = torch.is_grad_enabled()
     runner = orders.Runner(schedule, orders.torch_order(schedule))
     mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() * case.chunks - 1
     data = torch.randn(
@@ -271,6 +272,23 @@ def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[b
         runner.turn_to(order).step(*inputs, target=target, losses=losses)
         found.append([bits(each) for each in (*losses, *(weight.grad for weight in weights))])
     return found
+
+
+def run_orders_without_autograd(
+    rank: int, case: Case, tables: Sequence[Schedule]
+) -> list[list[bytes]]:
+    """As `run_orders`, where the stages and the loss ask for gradients by themselves."""
+    from torch.distributed.pipelining import PipelineStage
+
+    units = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
+    with contextlib.ExitStack() as stack:
+        for of, name in (
+            *((PipelineStage, unit) for unit in units),
+            (torch.nn.functional, "mse_loss"),
+        ):
+            stack.enter_context(patch.object(of, name, torch.enable_grad()(getattr(of, name))))
+        stack.enter_context(torch.no_grad())
+        return run_orders(rank, case, tables)
 
 
 def train_where_no_gpu_is_read(
