@@ -253,6 +253,20 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, str, list[str]
     return facts, refused, levels
 
 
+def wrap_behind_attach(rank: int, case: Case, root: Path) -> Sequence[str]:
+    """The notes of a job whose stages are wrapped between `attach` and the first step."""
+    emulate(rank, case, root)
+    schedule, _ = make(case, rank, dist.get_world_size())
+    pipeline = attach(schedule, say=lambda text: None)
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    for stage in orders.stages_of(schedule):
+        stage.submod = DistributedDataParallel(stage.submod, process_group=groups[rank])
+    step_of_ones(schedule, case, rank)
+    notes: Sequence[str] = pipeline.session.state.notes
+    pipeline.end_training()
+    return notes
+
+
 def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[bytes]]:
     """The bits of losses and gradients of a step in torch's own order, and in each of others."""
     schedule, layers = make(case, rank, dist.get_world_size())

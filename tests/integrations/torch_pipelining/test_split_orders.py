@@ -90,6 +90,12 @@ def test_weight_gradients_in_another_order_are_noticed(two_ranks):
         assert own != bits
 
 
+def test_stages_that_are_wrapped_behind_attach_keep_backwards_whole(two_ranks, tmp_path):
+    case = Case("Schedule1F1B")
+    for notes in two_ranks.run(attached_ranks.wrap_behind_attach, case, tmp_path):
+        assert "with DistributedDataParallel" in " ".join(notes)
+
+
 def test_a_shared_weight_keeps_backwards_whole(trained, two_ranks, tmp_path):
     """Though the profile says what parts take, and that splitting costs nothing."""
     times_s = {Kind.FORWARD: 0.03, Kind.BACKWARD: 0.06}
