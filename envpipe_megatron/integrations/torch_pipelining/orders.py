@@ -162,9 +162,9 @@ class Runner:
                 stages_of(self._schedule),
                 self._own.num_microbatches,
                 loss_fn=self._schedule._loss_fn,
-                backward_requires_autograd=getattr(
-                    self._schedule, "_backward_requires_autograd", True
-                ),
+            )
+            self._runtime._backward_requires_autograd = getattr(
+                self._schedule, "_backward_requires_autograd", True
             )
             self._runtime._stages_forward_initialized = True
             self._runtime._stages_backward_initialized = True
