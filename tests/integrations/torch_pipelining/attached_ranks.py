@@ -267,11 +267,23 @@ def wrap_behind_attach(rank: int, case: Case, root: Path) -> Sequence[str]:
     return notes
 
 
-def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[bytes]]:
-    """The bits of losses and gradients of a step in torch's own order, and in each of others."""
+def run_orders(
+    rank: int, case: Case, tables: Sequence[Schedule], refused: bool = False
+) -> list[list[bytes]]:
+    """The bits of losses and gradients of a step in torch's own order, and in each of others.
+
+    `refused`: torch has refused the first of these before.
+    """
     schedule, layers = make(case, rank, dist.get_world_size())
     schedule._backward_requires_autograd = torch.is_grad_enabled()
     runner = orders.Runner(schedule, orders.torch_order(schedule))
+    if refused:
+        refuse = Mock(side_effect=RuntimeError("not in this order"))
+        refuses = patch.object(
+            orders._PipelineScheduleRuntime, "_prepare_schedule_with_comms", refuse
+        )
+        with refuses, contextlib.suppress(RuntimeError):
+            runner.turn_to(tables[0])
     mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() * case.chunks - 1
     data = torch.randn(
         2, case.microbatches * MICROBATCH, WIDTH, generator=torch.Generator().manual_seed(5)

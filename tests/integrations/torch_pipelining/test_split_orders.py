@@ -76,6 +76,13 @@ def test_a_schedule_that_runs_without_autograd_does_so_in_any_order(two_ranks):
         assert bits[1] == bits[0]
 
 
+def test_stages_in_a_v_run_on_where_torch_refuses_an_order(two_ranks):
+    case = Case("ScheduleZBVZeroBubble", 8, chunks=2)
+    order = random_split(random.Random(1), 2, case, Placement.V)
+    for bits in two_ranks.run(attached_ranks.run_orders, case, [order], True):
+        assert bits[1] == bits[0]
+
+
 def test_weight_gradients_in_another_order_are_noticed(two_ranks):
     order = split_in_place(builders.one_f_one_b(2, 8), 8)
     stages = []
