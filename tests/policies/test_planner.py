@@ -227,6 +227,7 @@ REFUSED = [
     ("gpipe", TWO, r"one chunk.*2.*interleaved, envpipe or auto"),
     ("1f1b", {"group_size": 5}, "5"),
     ("envpipe", {"max_in_flight": (5, 5)}, r"\(got 5, 5\)"),
+    ("envpipe", {"max_in_flight": float("inf")}, r"must be one number.*\(got inf\)"),
     ("zero-bubble", {}, "Unknown schedule.*zero-bubble"),
     *[
         ("1f1b", {"policy": policy, **wish}, rf"{policy} takes no {said}.*--policy optimal")
