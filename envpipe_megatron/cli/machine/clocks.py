@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,11 @@ def measure_latency(
     Example: envpipe clocks measure-latency --output latency.json
     """
     check_outputs([output] if output else [], [])
+    if find_spec("torch") is None:
+        raise EnvPipeError(
+            "Clocks are changed as a job changes them, with PyTorch, which is not installed",
+            remedy="Install torch; for emulated GPUs one without CUDA will do.",
+        )
     with tempfile.TemporaryDirectory() as folder:
         gpu = EmulatedGpu.create(emulated, 0, folder) if emulated else _real_gpu(device)
         result = measure(gpu, clocks, repeats, lambda text: say(f"{gpu.name}: {text}"))
@@ -94,13 +100,8 @@ def _real_gpu(device: int) -> Gpu:
             f"The clock cannot be changed: {chosen.why}",
             remedy=". ".join(filter(None, (chosen.remedy, "Or try --emulated PRESET"))),
         )
-    try:
-        import torch
-    except ImportError as error:
-        raise EnvPipeError(
-            "Kernels are timed with PyTorch, which is not installed",
-            remedy="Install torch, or try --emulated PRESET.",
-        ) from error
+    import torch
+
     if device not in range(torch.cuda.device_count()):
         raise EnvPipeError(
             f"CUDA shows {torch.cuda.device_count()} GPUs to this process",

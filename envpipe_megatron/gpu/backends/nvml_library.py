@@ -171,11 +171,8 @@ def read_power_profiles(uid: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     states that NVIDIA tuned for a kind of work; an operator requests some of them, and the driver
     arbitrates. EnvPipe changes none. Raises GpuError if what is offered fails.
     """
-    try:
-        read = pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles
-        current = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
-    except AttributeError:  # nvidia-ml-py has them since 12.570
-        return (), ()
+    read = pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles
+    current = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
     try:
         # nvidia-ml-py hands on what it is given.
         call_gpu(uid, "read the power profiles", read, ctypes.byref(current))

@@ -171,6 +171,16 @@ def test_what_torch_keeps_for_itself_makes_room_but_not_what_it_will_need(driver
     assert (driver.free, driver.cached) == (2 * WHOLE, 0)
 
 
+def test_what_torch_will_need_is_known_though_its_peak_was_reset(driver):
+    """As where memory is watched: by then torch counts from the last unit on."""
+    first, second, _ = devices()
+    share = (lambda: first.share(0, 0, 8), lambda: second.share(0, 1, 8))
+    driver.free, driver.peak = 4 * WHOLE, 4 * WHOLE
+    assert all(len(each) == 2 for each in together(*share))
+    driver.peak, driver.cached = 0, 2 * WHOLE  # all of which it will need
+    assert "0 bytes are left" in str(together(*share))
+
+
 def test_a_number_is_stored_by_the_stream_that_is_current_then(driver, monkeypatch):
     written, status = [], 0
 
