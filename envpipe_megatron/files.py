@@ -90,7 +90,8 @@ def replace_files(contents: Mapping[Path, bytes | Iterable[str]]) -> None:
             if isinstance(content, bytes):
                 draft.write_bytes(content)
                 continue
-            with draft.open("w", encoding="utf-8") as file:
+            # Names of files may hold bytes that are no UTF-8.
+            with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(content)
 
 

@@ -60,7 +60,7 @@ IDLE = "idle"
 BEGUN, JOB, ENDED = "begun", "job", "ended"
 #: The phase of steps that the framework runs by itself, before it hands the first one over.
 FRAMEWORK = "framework"
-#: The phase of what prepares other phases, outside all steps: measuring hops.
+#: The phase of what prepares the next one, outside all steps: ranks agree on it.
 PLAN = "plan"
 #: The phase of what is metered outside all training: evaluations, checkpoints, restarts.
 BETWEEN = "between"

@@ -110,6 +110,7 @@ class JobFolder:
             self.path, self.notes = taken
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
+                self.path = self.path.absolute()  # scripts may change their working folder
                 self.path.mkdir(parents=True, exist_ok=True)
         #: Names of the user's files that are here; found now, since a disk may hang later.
         self._given: Collection[str] = ()

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -150,6 +151,13 @@ def test_what_is_missing_is_named_and_nothing_fails_for_it(killed):
     assert "summary.json: the job did not end in order" in killed[0]
     assert "1 torn or foreign lines" in killed[0]
     assert "whole warm-up is taken" in (killed[1] / "summary.md").read_text()
+
+
+def test_a_folder_whose_name_is_latin_1_has_a_report(killed, tmp_path):
+    folder = tmp_path / "l\udce4uft"
+    shutil.copytree(killed[1].parent, folder)
+    run_well("report", folder)
+    assert r"l\udce4uft" in (folder / "report" / "index.html").read_text()
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])
