@@ -8,15 +8,21 @@ import io
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from envpipe_megatron.errors import EnvPipeError
 
+T = TypeVar("T")
+
 #: No two drafts of a process have one name.
 _NUMBERS = itertools.count()
+#: What reading a line of JSON Lines that is torn, or something else, may raise.
+TORN = (
+    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, EnvPipeError
+)  # fmt: skip
 #: What names a job to its restarts.
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
@@ -43,6 +49,26 @@ def shipped_folder(name: str) -> Path:
 def read_text(path: Path) -> str:
     """Return a file's text as `decode` does; OSError if it cannot be read."""
     return decode(path.read_bytes())
+
+
+def read_lines(
+    paths: Iterable[Path], parse: Callable[[bytes], T]
+) -> tuple[tuple[T, ...], tuple[str, ...]]:
+    """Return what each line of files says, and those that are torn or foreign as `file:line`.
+
+    Args:
+        parse: reads a line, which need not be text; one of `TORN` if it is torn or foreign.
+    """
+    read: list[T] = []
+    unreadable: list[str] = []
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    read += [parse(line)] if line.strip() else []
+                except TORN:
+                    unreadable.append(f"{path}:{number}")
+    return tuple(read), tuple(unreadable)
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import pairwise
@@ -294,11 +295,8 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
         raise click.UsageError("--dead-jobs is of all GPUs: leave out --gpu")
     site = read_site()
     gpus: Sequence[Device] = ()
-    try:
+    with suppress(GpuError) if dead_jobs else nullcontext():  # their leases name GPUs, too
         gpus = _listed_gpus()
-    except NoDriverError:
-        if not dead_jobs:  # a node without GPUs may have the epilogue, too
-            raise
     chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
     if not wanted:
         chosen = [gpu for gpu in chosen if _can_be_locked(gpu)]

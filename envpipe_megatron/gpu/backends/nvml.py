@@ -21,6 +21,7 @@ from envpipe_megatron.gpu.backends.nvml_library import (
     UID_START,
     call_gpu,
     call_library,
+    handle_of,
     read_power_profiles,
     visible_among,
 )
@@ -139,7 +140,7 @@ class NvmlGpu(VendorGpu):
         """Tell whether NVLink is between two GPUs, or no more than the level allows."""
 
         def is_near(handle: Any) -> bool:
-            two = handle, pynvml.nvmlDeviceGetHandleByUUID(other)
+            two = handle, handle_of(other)
             nvlink = pynvml.nvmlDeviceGetP2PStatus(*two, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
             distance = pynvml.nvmlDeviceGetTopologyCommonAncestor(*two)
             return bool(nvlink == pynvml.NVML_P2P_STATUS_OK or distance <= _FURTHEST.get(level, -1))

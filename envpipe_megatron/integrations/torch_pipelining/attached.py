@@ -94,7 +94,7 @@ class AttachedPipeline(LeveledJob):
         on_gpu = torch.cuda.is_available()
         options = read_settings(settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu)
         self._own, why_not = known_order(schedule)
-        own, count = self._own, schedule._n_microbatches
+        own, count = self._own, int(schedule._n_microbatches)  # it may be NumPy's
         same_job = {
             "facts": same_by_facts(facts),
             "order": None if own is None else own.name,

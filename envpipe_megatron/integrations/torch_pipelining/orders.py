@@ -80,7 +80,7 @@ def torch_order(schedule: Any) -> Schedule:
     below it, and the first step shows whether it keeps it. ScheduleError if the schedule does not
     say its order, or it is not one of a training step.
     """
-    stage, count = stages_of(schedule)[0], schedule._n_microbatches
+    stage, count = stages_of(schedule)[0], int(schedule._n_microbatches)
     for kind, build in _WITHOUT_TABLE.items():
         if isinstance(schedule, kind):
             return build(stage.num_stages, count)

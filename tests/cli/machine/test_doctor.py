@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from commands import run_well
@@ -148,6 +150,14 @@ def test_versions_of_deepspeed(monkeypatch, version, ok):
     monkeypatch.setattr(doctor, "version_of", lambda name: version)
     remedy = "DS_BUILD_OPS=0 pip install 'deepspeed>=0.19.6,<0.20'"
     assert doctor._deepspeed() == (ok, version, remedy)
+
+
+@pytest.mark.parametrize(("version", "ok"), [("12.570.86", True), ("11.525.150", False)])
+def test_versions_of_nvidia_ml_py(packages, version, ok):
+    packages.distribution("nvidia_ml_py", version)
+    assert_check(packages.look()["nvidia-ml-py"], ok, version, *[doctor.NVIDIA_ML_PY] * (not ok))
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert doctor.NVIDIA_ML_PY in project["dependencies"]
 
 
 @pytest.fixture
