@@ -50,4 +50,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs site
+	rm -rf $(VENV) runs/quickstart site

@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import signal
+import site
 import subprocess
 import sys
 import threading
@@ -50,9 +51,12 @@ def start_child(
         pass_fds: descriptors that it gets.
         streams: `stdin`, `stdout` and `stderr` of Popen.
     """
-    # It finds this package where this process found it.
+    # It finds this package where this process found it. A folder of installed packages has no place
+    # in PYTHONPATH: what lies there (the `dataclasses` of old Pythons) would hide Python's own.
     package = str(Path(__file__).resolve().parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    installed = map(os.path.realpath, (*site.getsitepackages(), site.getusersitepackages()))
+    paths = [package] if package not in installed else []
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop(TORCHRUN_MARK, None)
     return subprocess.Popen(

@@ -8,15 +8,21 @@ import io
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from envpipe_megatron.errors import EnvPipeError
 
+T = TypeVar("T")
+
 #: No two drafts of a process have one name.
 _NUMBERS = itertools.count()
+#: What reading a line of JSON Lines that is torn, or something else, may raise.
+TORN = (
+    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, EnvPipeError
+)  # fmt: skip
 #: What names a job to its restarts.
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
@@ -45,6 +51,26 @@ def read_text(path: Path) -> str:
     return decode(path.read_bytes())
 
 
+def read_lines(
+    paths: Iterable[Path], parse: Callable[[bytes], T]
+) -> tuple[tuple[T, ...], tuple[str, ...]]:
+    """Return what each line of files says, and those that are torn or foreign as `file:line`.
+
+    Args:
+        parse: reads a line, which need not be text; one of `TORN` if it is torn or foreign.
+    """
+    read: list[T] = []
+    unreadable: list[str] = []
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    read += [parse(line)] if line.strip() else []
+                except TORN:
+                    unreadable.append(f"{path}:{number}")
+    return tuple(read), tuple(unreadable)
+
+
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
     """Return the text of a CSV, its header among the rows."""
     table = io.StringIO()
@@ -64,7 +90,8 @@ def replace_files(contents: Mapping[Path, bytes | Iterable[str]]) -> None:
             if isinstance(content, bytes):
                 draft.write_bytes(content)
                 continue
-            with draft.open("w", encoding="utf-8") as file:
+            # Names of files may hold bytes that are no UTF-8.
+            with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(content)
 
 

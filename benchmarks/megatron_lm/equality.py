@@ -55,6 +55,13 @@ _FP16 = (
 
 #: By Transformer Engine's buffers that ranks of a node share.
 _OVERLAPPED_TENSORS = "--sequence-parallel --tp-comm-overlap --tp-comm-bootstrap-backend gloo"
+#: Checkpoints are written by a process beside the job.
+_ASYNC_SAVE = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
+#: The optimizer's state in bf16, and gradients too.
+_PRECISE_OPTIMIZER = (
+    "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 "
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+)
 #: Of two virtual stages on each of two ranks; the last of them has the further token alone.
 _DEEPSEEK_LAYOUT = "Ett|ttt|ttt|mL"
 
@@ -96,6 +103,7 @@ def settings(num_ranks: int, cpu: bool, hidden: int = TINY.hidden) -> list[Setti
         made.append(Setting(f"{gpt}-distopt", mapping, flags))
     llama, untied = size_of(cpu).llama, "--untie-embeddings-and-output-weights"
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    selective = "--recompute-granularity selective --recompute-modules core_attn"
     overlapped = PP2DP2.distributed_optimizer()
     made += [
         Setting("llama-pp4", PP4, (_BF16, llama)),
@@ -110,6 +118,10 @@ def settings(num_ranks: int, cpu: bool, hidden: int = TINY.hidden) -> list[Setti
         Setting("restart-pp4", PP4, (_BF16,), checkpoints="torch"),
         Setting("fp32-pp2", PP2, ()),
         Setting("restart-pp2dp2-distopt", PP2DP2, (_BF16, overlapped), checkpoints="torch_dist"),
+        Setting("recompute-pp2", PP2, (_BF16, recompute), ALL_ARMS),
+        Setting("recompute-selective-pp2", PP2, (_BF16, selective), ALL_ARMS),
+        Setting("untied-pp2", PP2, (_BF16, untied), ALL_ARMS),
+        Setting("sgd-pp2", PP2, (_BF16, "--optimizer sgd"), ALL_ARMS),
         Setting("moe-pp2", PP2, (_BF16, EXPERTS), ALL_ARMS),
         *[
             Setting(f"moe-{name}", over, (_BF16, EXPERTS, over.expert_parallel), ALL_ARMS)
@@ -188,6 +200,7 @@ def _with_transformer_engine(hidden: int) -> list[Setting]:
             PP2,
             "--recompute-granularity selective --recompute-modules core_attn mlp",
         ),
+        "te-precise-optimizer-pp2": (PP2, _PRECISE_OPTIMIZER),
         "te-pp2cp2": (PP2CP2, ""),
         "te-pp2vp2cp2": (replace(PP2CP2, chunks=2), ""),
     }
@@ -201,6 +214,7 @@ def _with_transformer_engine(hidden: int) -> list[Setting]:
     made += [
         Setting(name, PP2, (_BF16, what), ALL_ARMS, needs=(APEX,)) for name, what in fused.items()
     ]
+    made.append(Setting("te-restart-pp2", PP2, (_BF16, _ASYNC_SAVE), checkpoints="torch_dist"))
     for name, (mapping, what) in {**any_order, **kept}.items():
         # Weight gradients of grouped experts are put off where they are fused.
         arms = WHOLE_ARMS if "--moe-grouped-gemm" in what else ALL_ARMS

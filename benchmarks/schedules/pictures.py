@@ -157,12 +157,12 @@ def draw(cases: Iterable[Case], folder: Path) -> None:
     """Write a PNG for each case that has one, all on the same axes and colours."""
     drawn = {case.picture: case for case in cases if case.picture}
     axis_s = _AXIS_MARGIN * drawn["1f1b"].plan.cost.iteration_time_s
-    charts = plan_charts([case.plan for case in drawn.values()], axis_s)
+    charts = plan_charts([case.plan for case in drawn.values()])
     for (name, case), chart in zip(drawn.items(), charts, strict=True):
         path = folder / f"{name}.png"
         caption, *more = chart.title.splitlines()
         lines = filter(None, (caption, _note(case, axis_s), *more))
-        chart = replace(chart, title="\n".join(lines))
+        chart = replace(chart, title="\n".join(lines), x_range=(0.0, 1e3 * axis_s))
         save([chart], f"Order: {case.order}. Clocks: {case.clocks}.", path)
         # A palette: half the bytes, and a page of six pictures loads at once.
         with Image.open(path) as picture:

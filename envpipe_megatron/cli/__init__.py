@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 
 import click
 from rich.console import Console
@@ -48,6 +49,7 @@ All commands: envpipe --help"""
 @click.pass_context
 def main(context: click.Context) -> None:
     """Save energy in pipeline-parallel training without slowing it down."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would keep exit statuses back
     if context.invoked_subcommand is None:
         click.echo(_FIRST_STEPS)
     handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)

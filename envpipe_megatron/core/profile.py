@@ -361,7 +361,7 @@ def make_profile(
     parts: list[Mapping[Kind, tuple[ProfileRow, ...]]] = []
     for part in range(num_stages * listed_chunks):
         for kind in Kind:
-            if kind in needed and kind not in table.get(part, {}):
+            if kind in needed and not table.get(part, {}).get(kind):
                 raise ProfileError(
                     f"{source} has no row for {row_name(part, kind, listed_chunks)}",
                     remedy=f"Profile it on each of the stages 0 to {num_stages - 1}.",
@@ -439,10 +439,11 @@ def read_profile(path: Path) -> Profile:
 
 
 def _check_energies(profile: Profile) -> None:
+    """Refuse a part whose baseline, all at the highest clocks, would take no energy."""
     for part, kinds in enumerate(profile.rows):
-        if not any(row.energy_j for rows in kinds.values() for row in rows):
+        if not any(kinds[kind][0].energy_j for kind in WHOLE):
             where = row_name(part, Kind.BACKWARD, profile.listed_chunks)
             raise ProfileError(
-                f"{profile.source}: {where.rsplit(' ', 1)[0]} has no energy in any row",
+                f"{profile.source}: {where.rsplit(' ', 1)[0]} has no energy at its highest clocks",
                 remedy="Energy is what a plan saves: give J of one GPU and one microbatch.",
             )

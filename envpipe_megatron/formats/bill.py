@@ -146,12 +146,21 @@ class Bill:
         """Return the last line of each of `phases`, for its names."""
         return [sums.last for sums in self.phases.values() if sums.last]
 
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Runs of starts with other options or another number of ranks than the last one."""
+        counts = {window.run: window.num_ranks for window in self.windows()}
+        last = counts[max(counts)] if counts else None
+        resized = (run for run, n in counts.items() if None not in (n, last) and n != last)
+        return self.other_runs.union(resized)
+
     def of_phase(self, phase: str) -> list[EnergySums]:
-        """Return sums of a phase, of starts with the options of the last one."""
+        """Return sums of a phase, of starts that are not left out."""
+        left_out = self.left_out
         return [
             sums
             for (_, run, name, _), sums in self.phases.items()
-            if name == phase and run not in self.other_runs
+            if name == phase and run not in left_out
         ]
 
     def total(self) -> EnergySums:
@@ -230,8 +239,8 @@ class Bill:
     def steps(self, phase: str) -> StepEnergy | None:
         """Return a step of a phase on an average GPU; None if a GPU does not report its steps.
 
-        Only starts with the options of the last one count: one that only measured does not. GPUs
-        and starts count by their steps: some came late, or had few.
+        Only starts that are not left out count: one that only measured is. GPUs and starts count by
+        their steps: some came late, or had few.
         """
         sums = self.of_phase(phase)
         if not all(own.steps for own in sums):

@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envpipe_megatron.core.fields import TEXT, Number, Reader
+from envpipe_megatron.files import read_lines
 
 if TYPE_CHECKING:  # guards import this module, and do without SciPy
     from envpipe_megatron.formats.steps import StepEnergy
@@ -59,7 +60,7 @@ IDLE = "idle"
 BEGUN, JOB, ENDED = "begun", "job", "ended"
 #: The phase of steps that the framework runs by itself, before it hands the first one over.
 FRAMEWORK = "framework"
-#: The phase of what prepares other phases, outside all steps: measuring hops.
+#: The phase of what prepares the next one, outside all steps: ranks agree on it.
 PLAN = "plan"
 #: The phase of what is metered outside all training: evaluations, checkpoints, restarts.
 BETWEEN = "between"
@@ -249,34 +250,25 @@ def read_energy_logs(
         if sum(path.stat().st_size for path in paths) > _LARGE_BYTES:
             sums = LogSums(lines.append, _SHARE_OF_LARGE)
             take = sums.add
-    seen: set[int] = set()  # of digests
-    unreadable: list[str] = []
-    foreign: list[Path] = []
-    repeated = 0
+    seen: set[int] = set()  # digests
+    count, unreadable, foreign = 0, list[str](), list[Path]()
+
+    def add(line: bytes) -> None:
+        read, before = parse_line(line), len(seen)
+        seen.add(hash(line.strip()))
+        if len(seen) > before:
+            take(read)
+
     for path in paths:
-        found, torn = False, list[str]()
-        with path.open("rb") as file:  # a torn line need not be text
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    read = parse_line(line)
-                except ValueError:
-                    torn.append(f"{path}:{number}")
-                    continue
-                found = True
-                if (identity := hash(line.strip())) in seen:
-                    repeated += 1
-                else:
-                    take(read)
-                seen.add(identity)
+        found, torn = read_lines([path], add)
+        count += len(found)
         if torn and not found:
             foreign.append(path)
         else:
             unreadable += torn
     if sums is not None:
         sums.flush()
-    return EnergyLogs(tuple(lines), repeated, tuple(unreadable), tuple(foreign))
+    return EnergyLogs(tuple(lines), count - len(seen), tuple(unreadable), tuple(foreign))
 
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:

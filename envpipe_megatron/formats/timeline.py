@@ -36,7 +36,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.core.kinds import ScheduleError, Unit, parse_unit
+from envpipe_megatron.core.kinds import Unit, parse_unit
+from envpipe_megatron.files import read_lines
 from envpipe_megatron.formats.energy import (
     AMOUNT,
     INDEX,
@@ -55,8 +56,6 @@ FIRST_STEADY, FIRST_OTHER = 10, 300
 #: After these, every n-th is recorded, and half as many each time that the phase has become twice
 #: as long as this: a job of weeks leaves megabytes per rank.
 STEADY_STRIDE, STRIDE_GROWS = 100, 10_000
-#: What reading a line that is torn, or something else, may raise.
-_TORN = (ValueError, TypeError, KeyError, OverflowError, RecursionError, ScheduleError)
 #: The most looks at a clock that are recorded: those of an hour.
 MOST_CLOCK_SAMPLES = 7200
 #: Looks at a clock in a line: those of a minute.
@@ -236,28 +235,14 @@ def parse_order(order: str) -> tuple[Unit, ...]:
 
 def read_timelines(paths: Iterable[Path]) -> TimelineLogs:
     """Read timeline files; lines that cannot be read are passed over."""
-    iterations: list[RankIteration] = []
-    clocks: list[ClockSamples] = []
-    unreadable: list[str] = []
-    for path in paths:
-        with path.open("rb") as lines:  # a torn line need not be text
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    read = _parse_line(line)
-                except _TORN:
-                    unreadable.append(f"{path}:{number}")
-                    continue
-                if isinstance(read, RankIteration):
-                    iterations.append(read)
-                else:
-                    clocks.append(read)
-    return TimelineLogs(tuple(iterations), tuple(clocks), tuple(unreadable))
+    read, unreadable = read_lines(paths, _parse_line)
+    iterations = (line for line in read if isinstance(line, RankIteration))
+    clocks = (line for line in read if isinstance(line, ClockSamples))
+    return TimelineLogs(tuple(iterations), tuple(clocks), unreadable)
 
 
 def _parse_line(line: bytes) -> RankIteration | ClockSamples:
-    """Read one line; one of the errors that `read_timelines` catches if it is something else."""
+    """Read one line; one of `TORN` if it is something else."""
     data = json.loads(line)
     if not isinstance(data, dict):
         raise ValueError

@@ -8,6 +8,7 @@ belong.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,8 +35,8 @@ from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
 logger = logging.getLogger(__name__)
 
-#: Options that do not go with a framework that keeps its own order.
-_WITHOUT = (*OF_LEVELS, "scheduling", "max_in_flight", "profile_only")
+#: Options that do not go with a framework that keeps its own order and messages.
+_WITHOUT = (*OF_LEVELS, "scheduling", "max_in_flight", "profile_only", "channel")
 #: Where a call is made.
 _OUTSIDE, _WITHIN = "outside a step", "within a step"
 
@@ -57,8 +58,8 @@ class InstrumentedPipeline:
 
     Args:
         pipeline_group: the ranks of this rank's pipeline, in order of their stages; of gloo or
-            NCCL. The i-th forward and the i-th backward are those of microbatch i. A job without a
-            pipeline has a group for each rank, and gets one clock.
+            NCCL, None for the default group. The i-th forward and the i-th backward are those of
+            microbatch i. A job without a pipeline has a group for each rank, and gets one clock.
         num_microbatches: M, of each pipeline and step.
         facts: what tells this job from others, of JSON's types: `model`, `microbatch_size`,
             `samples_per_iteration`, `tokens_per_iteration` or anything else. The energy bill shows
@@ -67,27 +68,38 @@ class InstrumentedPipeline:
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/lookup/options.md, without `--envpipe-` and with
             underscores: `type`, `objective` (all but `time`), `energy_price`, `gpu_price`,
-            `reconfigure`, `baseline_steps`, `profile_steps`, `profile`, `plan`, `max_slowdown`,
-            `output`, `gpu_control`, `require_control`, `min_dwell_ms`, `gpu`.
+            `reconfigure`, `baseline_steps`, `profile_steps`, `profile`, `plan`, `sweep`,
+            `max_slowdown`, `power_budget`, `output`, `gpu_control`, `require_control`,
+            `min_dwell_ms`, `gpu`.
 
     Raises EnvPipeError if an option or a file is wrong, or would change the order.
     """
 
     def __init__(
         self,
-        pipeline_group: dist.ProcessGroup,
+        pipeline_group: dist.ProcessGroup | None,
         num_microbatches: int,
         *,
         facts: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
-        if num_microbatches < 1:
-            raise EnvPipeError("A step has at least one microbatch", value=num_microbatches)
+        try:
+            count = operator.index(num_microbatches)  # of NumPy's or torch's, say
+        except TypeError:
+            count = 0
+        if count < 1:
+            raise EnvPipeError("A step has one microbatch or more", value=num_microbatches)
         same_job = same_by_facts(facts)
         self._framework = FrameworkJob(
-            pipeline_group, num_microbatches, runs_units=True, bill=facts or {}, same_job=same_job
+            pipeline_group, count, runs_units=True, bill=facts or {}, same_job=same_job
         )
+        if self._framework.stage < 0:
+            raise EnvPipeError(
+                "This rank is in no pipeline that it gave",
+                value=dist.get_rank(),
+                remedy="Give each rank, as pipeline_group, the group of its own pipeline.",
+            )
         num_stages, on_gpu = self._framework.num_stages, torch.cuda.is_available()
         read_values(settings, _WITHOUT)
         # Of the orders that flags know, the one whose defaults keep the framework's order.

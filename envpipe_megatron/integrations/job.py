@@ -69,7 +69,7 @@ class FrameworkJob:
         same_job: what decides the time and energy of units (see `JobOptions`), without the GPU.
     """
 
-    pipeline_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup | None
     num_microbatches: int
     messages_vary: bool = False
     runs_units: bool = False
@@ -83,7 +83,7 @@ class FrameworkJob:
     @property
     def stage(self) -> int:
         """Return the stage of this rank."""
-        return dist.get_group_rank(self.pipeline_group, dist.get_rank())
+        return dist.get_rank(self.pipeline_group)
 
     @property
     def num_stages(self) -> int:

@@ -69,7 +69,7 @@ def read_options(
     *,
     num_stages: int,
     on_gpu: bool,
-    save_folder: str | Path | None = None,
+    save_folder: object = None,
     named: Named = str,
 ) -> JobOptions:
     """Read options, check them against each other, and fill in what was not given.
@@ -87,8 +87,9 @@ def read_options(
     options = JobOptions(**_with_variables(given, num_stages, named))
     if on_gpu and options.plan is None and "max_in_flight" in SCHEDULES[options.scheduling].takes:
         options = replace(options, max_in_flight=options.max_in_flight or BY_MEMORY)
-    if options.output is None and save_folder is not None:
-        options = replace(options, output=Path(save_folder) / "envpipe")
+    save = "" if save_folder is None else str(save_folder)
+    if options.output is None and save and "://" not in save:  # an object store has no folder
+        options = replace(options, output=Path(save) / "envpipe")
     limit = options.max_in_flight
     if isinstance(limit, tuple) and len(limit) != num_stages:
         which = f"one number, or one for each of {num_stages} stages"

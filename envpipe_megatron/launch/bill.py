@@ -250,12 +250,15 @@ class BillReport:
         say_as_launcher(line)
         self._write(path, bill_facts(now, self._tariff, over=False))
 
-    def _write(self, path: Path, facts: Mapping[str, Any] | str) -> None:
+    def _write(self, path: Path, facts: Mapping[str, Any] | str) -> bool:
+        """Write a file of the bill; False, and logged, if that cannot be."""
         text = facts if isinstance(facts, str) else json.dumps(facts, indent=1) + "\n"
         try:
             replace_files({path: [text]})
         except OSError as error:  # a full disk: the sums go on
             logger.error("%s is not written: %s", path.name, error)
+            return False
+        return True
 
     def stop(self) -> None:
         """Follow no more, once what is shown or written now has been."""
@@ -267,7 +270,7 @@ class BillReport:
         """Write and show the last bill. What cannot be written or shown stops nothing else."""
         self.stop()
         self.look(bill)
-        self._write(self._path, bill_facts(bill, self._tariff))
+        written = self._write(self._path, bill_facts(bill, self._tariff))
         self._write(self._path.with_suffix(".csv"), bill_csv(bill))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
@@ -276,4 +279,5 @@ class BillReport:
             logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)
         with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
             show_bill(bill, self._tariff, Console())
-        say_as_launcher(f"the bill is in {self._path}")
+        if written:
+            say_as_launcher(f"the bill is in {self._path}")

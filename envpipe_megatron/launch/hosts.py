@@ -6,6 +6,7 @@ Enter at `read_hostfile`, `ssh_command` and `run_nodes`, as `cli/jobs/launch.py`
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import queue
@@ -27,7 +28,8 @@ from envpipe_megatron.console import drop_output, say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 
-_SLOTS, _MOST = r"0*[1-9]\d*", r"(\s+max[_-]slots=\d+)*"
+#: Of more digits is a port of ssh's, and so many processes would be a node's end.
+_SLOTS, _MOST = r"0*[1-9]\d{0,2}", r"(\s+max[_-]slots=\d+)*"
 #: No leading dash: ssh would take such a host for an option. An IPv6 address has brackets or slots:
 #: else its end may be meant as a number of processes.
 _LINE = re.compile(
@@ -112,7 +114,8 @@ def _read_line(words: str, where: str) -> Host:
         raise EnvPipeError(
             f"{where}: this is not a host and its number of processes",
             value=words,
-            remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1.",
+            remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1 to 999. A port "
+            "is ssh's: --ssh 'ssh -p PORT', or ~/.ssh/config.",
         )
     host = match["boxed"] or match["name"] or match["bare"]
     slots = match["colon"] or match["slots"]
@@ -237,7 +240,7 @@ class _Run:
     def _watch(self, host: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout
         assert process.stderr
-        mark = f"[{host}] ".encode()
+        mark = f"[{host}] "
         relays = [
             threading.Thread(target=self._relay, args=(pipe, mark, sink), daemon=True)
             for pipe, sink in (
@@ -254,12 +257,16 @@ class _Run:
             relay.join(max(0.0, end_s - time.monotonic()))
         self._events.put(partial(self._ended, host, status))
 
-    def _relay(self, pipe: IO[bytes], mark: bytes, to: IO[bytes]) -> None:
-        """Print whole lines, so that those of different nodes do not mix."""
-        with pipe:
-            for line in pipe:
+    def _relay(self, pipe: IO[bytes], mark: str, to: IO[bytes]) -> None:
+        """Print whole lines, so that those of different nodes do not mix.
+
+        A progress bar's end in a carriage return. Bytes stay as they are: each is a letter here.
+        """
+        with io.TextIOWrapper(pipe, "latin-1", newline="") as lines:
+            for line in lines:
+                end = "" if line.endswith(("\r", "\n")) else "\n"
                 try:
-                    to.write(mark + line.removesuffix(b"\n") + b"\n")
+                    to.write(f"{mark}{line}{end}".encode("latin-1"))
                     to.flush()
                 except OSError as error:
                     # Nobody reads it any more; what nodes print while they end is dropped.

@@ -101,8 +101,8 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
 
                 where = settings.prometheus_address, settings.prometheus_port
                 last.callback(serve_metrics(agent, *where, settings.job_name, tariff))
-            environment = {AGENT_VARIABLE: agent.address, JOB_NAME_VARIABLE: settings.job_name}
-            code = run_torchrun(torchrun_arguments, environment, signals)
+            named = {AGENT_VARIABLE: agent.address, JOB_NAME_VARIABLE: settings.job_name}
+            code = run_torchrun(torchrun_arguments, {**os.environ, **named}, signals)
         except BaseException:
             agent.finish(1, 0.0)  # or the bill would call this node lost
             raise
@@ -177,7 +177,7 @@ def run_torchrun(
 
     Args:
         arguments: torchrun's options, the script and its arguments.
-        environment: added to this process's.
+        environment: torchrun's and the ranks'.
         signals: to this process.
         take: gets each line of the ranks' standard output, in a thread; what it raises ends them,
             and is raised here.
@@ -187,7 +187,7 @@ def run_torchrun(
     ranks_s = shutdown_s(read(arguments))
     process = subprocess.Popen(
         [sys.executable, "-P", child.__file__, str(os.getpid()), *TORCHRUN, *arguments],
-        env={**os.environ, **environment, TORCHRUN_MARK: mark},
+        env={**environment, TORCHRUN_MARK: mark},
         stdin=subprocess.DEVNULL if signals.until_stdin_ends else None,
         stdout=subprocess.PIPE if take else None,
         stderr=log,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,7 +52,8 @@ def plan_frontier(
         optimizers: one for each order that competes, all for one profile and conditions.
         num_points: deadlines, evenly from the fastest iteration to the one that the least energy
             takes. Points that round to the same plan or a worse one are left out, and deadlines
-            that late clocks or the dwell time leave no plan to.
+            that late clocks or the dwell time leave no plan to; of all of them, the one point is
+            that without a deadline.
 
     Raises LinearProgramError if there is no plan for any deadline.
     """
@@ -59,16 +61,12 @@ def plan_frontier(
     cheapest_s = max(optimizer.cheapest_s() for optimizer in optimizers)
     deadlines = np.linspace(fastest_s, max(fastest_s, cheapest_s), num_points)
     energy = _relaxed_energies(optimizers, deadlines)
+    ranked = [optimizers[int(best)] for best in energy.argmin(axis=0)]
     plans: list[Plan] = []
-    refused: LinearProgramError | None = None
-    for deadline_s, best in zip(deadlines, energy.argmin(axis=0), strict=True):
-        try:
-            plans.append(optimizers[int(best)].plan(float(deadline_s), min_dwell_s))
-        except LinearProgramError as error:  # late clocks and dwell times take time of their own
-            refused = error
-    if not plans and refused is not None:
-        raise refused
-    return pareto(plans)
+    for deadline_s, optimizer in zip(deadlines.tolist(), ranked, strict=True):
+        with suppress(LinearProgramError):  # late clocks and dwell times take time of their own
+            plans.append(optimizer.plan(deadline_s, min_dwell_s))
+    return pareto(plans or [ranked[-1].plan(ranked[-1].no_deadline_s, min_dwell_s)])
 
 
 def _relaxed_energies(optimizers: Sequence[Optimizer], deadlines: FloatArray) -> FloatArray:
@@ -193,10 +191,15 @@ class ObjectivePlanner:
     ) -> Plan | None:
         """Return the plan for the first time within limits; the nearest if there is none."""
         late_s, excess = self.latest_time_s(optimizer, worth_w), self._excess(early)
-        if excess <= 1 or late_s <= early_s or self.objective.goal == Goal.ENERGY:
+        in_time = early is not None and late_s <= early_s
+        if excess <= 1 or in_time or self.objective.goal == Goal.ENERGY:
             return early
         step = _SAME_TIME
         best = min(early, self._planned(optimizer, late_s, worth_w), key=self._rank)
+        if best is None:  # late clocks and dwell times take more than slower units do
+            late_s = min(self.longest_s, optimizer.no_deadline_s)
+            best = optimizer.plan(late_s, self.min_dwell_s, worth_w)
+            late_s = best.cost.iteration_time_s
         for _ in range(_MOST_PLANS):
             if self._excess(best) > 1 or late_s <= early_s * (1 + _SAME_TIME):
                 break

@@ -160,7 +160,7 @@ def _in_flight(profile: Profile, request: PlanRequest, chunks: int) -> tuple[int
         return in_flight_by_memory(profile, request.num_microbatches)
     if isinstance(limit, int | float):
         limit = (limit,)
-    if isinstance(limit, tuple) and len(limit) in (1, stages):
+    if isinstance(limit, tuple) and len(limit) in (1, stages) and all(map(math.isfinite, limit)):
         each = (int(most * chunks * (1 + RELATIVE_TOLERANCE)) for most in limit)
         return tuple(each) * (stages // len(limit))
     raise EnvPipeError(

@@ -69,7 +69,7 @@ class ReportFacts:
 def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
     """Add up what a run's folder tells, and predict what its bubbles are worth."""
     facts = replace(_metered_facts(folder, tariff), changed_nothing=folder.changed_nothing)
-    recorded = folder.timelines.iterations
+    recorded = folder.recorded
     if not recorded:
         return facts
     profile = folder.profile
@@ -93,9 +93,10 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     notes = [f"The bill is incomplete: {reason}" for reason in bill.missing()]
     if not folder.windows:
         return ReportFacts(notes=tuple(notes))
-    if bill.other_runs:
-        named = ", ".join(sorted(bill.other_runs))
-        notes.append(f"Asked for something else, so these figures leave them out: starts {named}.")
+    if left_out := bill.left_out:
+        named = ", ".join(sorted(left_out))
+        why = "Asked for something else, or had another number of GPUs"
+        notes.append(f"{why}, so these figures leave them out: starts {named}.")
     means, steady, baseline = bill.compared(), bill.steps(_STEADY), _recorded(folder, bill)
     if means:
         of_gpus = (own.compared.baseline for own in bill.of_phase(_STEADY))
@@ -117,7 +118,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         """Return an average step on all ranks of a phase."""
         return None if step is None else StepFacts(name, num_gpus(bill.of_phase(phase)), step)
 
-    phases = dict.fromkeys(phase for _, run, phase, _ in bill.phases if run not in bill.other_runs)
+    phases = dict.fromkeys(phase for _, run, phase, _ in bill.phases if run not in left_out)
     trained = [phase for phase in phases if phase not in (*OUTSIDE_STEPS, FRAMEWORK)]
     return ReportFacts(
         tuple(filter(None, (average(phase, phase, bill.steps(phase)) for phase in trained))),

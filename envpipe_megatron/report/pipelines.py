@@ -115,11 +115,17 @@ def gpus_of(labels: Iterable[GpuLabels]) -> tuple[PlacedGpu, ...]:
 def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[RankIteration]]:
     """Group ranks' records by iteration, in the order they were recorded.
 
-    Of iterations that were repeated after a restart, the last start's.
+    Of iterations that were repeated after a restart, the last start's: of none are there records of
+    two starts.
     """
     found: dict[IterationKey, dict[int, RankIteration]] = {}
+    runs: dict[IterationKey, str] = {}
     for read in recorded:
-        found.setdefault((read.phase, read.iteration), {})[read.labels.rank] = read
+        key, run = (read.phase, read.iteration), read.labels.run
+        if run > runs.setdefault(key, run):
+            runs[key], found[key] = run, {}
+        if run == runs[key]:
+            found.setdefault(key, {})[read.labels.rank] = read
     return {key: list(reads.values()) for key, reads in found.items()}
 
 

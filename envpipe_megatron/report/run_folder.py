@@ -13,6 +13,7 @@ from envpipe_megatron.core.fields import AMOUNT, TEXT, read_json
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import read_lines
 from envpipe_megatron.formats.energy import (
     ENDED,
     INDEX,
@@ -22,15 +23,18 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
     read_energy_logs,
 )
-from envpipe_megatron.formats.timeline import GpuLabels, TimelineLogs, read_timelines
+from envpipe_megatron.formats.timeline import (
+    GpuLabels,
+    RankIteration,
+    TimelineLogs,
+    read_timelines,
+)
 from envpipe_megatron.report.pipelines import on_one_axis
 
 T = TypeVar("T")
 
 #: Torn lines that are named; the others are counted.
 _NAMED_LINES = 3
-#: What reading a line of `clocks.jsonl` that is torn, or something else, may raise.
-_TORN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 #: Of each stage, in a summary's memory.
 _PEAKS = ("predicted_peak_bytes", "measured_peak_bytes")
 
@@ -64,6 +68,19 @@ class RunFolder:
     def windows(self) -> tuple[EnergyWindow, ...]:
         """The metered windows."""
         return self.energy.windows
+
+    @property
+    def recorded(self) -> tuple[RankIteration, ...]:
+        """Recorded iterations of starts in which each rank was the stage that it is in the last.
+
+        With another number of replicas, ranks are other stages.
+        """
+        stages: dict[str, dict[int, int]] = {}
+        for read in self.timelines.iterations:
+            stages.setdefault(read.labels.run, {})[read.labels.rank] = read.labels.stage
+        last = stages[max(stages)] if stages else {}
+        alike = {run for run, own in stages.items() if {**own, **last} == {**last, **own}}
+        return tuple(read for read in self.timelines.iterations if read.labels.run in alike)
 
     @property
     def _labels(self) -> list[GpuLabels | EnergyWindow]:
@@ -137,7 +154,7 @@ def read_run_folder(path: Path) -> RunFolder:
         plan = _read(file, lacking, partial(read_plan, profile=profile), missing)
     else:
         missing.append(f"{file.name} is not there, or cannot be used without its profile")
-    clocks, unreadable = _read_clocks(path)
+    clocks, unreadable = read_lines(sorted(path.glob("clocks*.jsonl")), _clock_summary)
     missing += _torn(unreadable)
     if not clocks:
         missing.append("clocks.jsonl: whether clocks followed is not known")
@@ -187,20 +204,8 @@ def _read(file: Path, lacking: str, read: Callable[[Path], T], missing: list[str
         return None
 
 
-def _read_clocks(path: Path) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """Return how each rank's clock was controlled, and lines that cannot be read."""
-    clocks, unreadable = [], []
-    for file in sorted(path.glob("clocks*.jsonl")):
-        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-            try:
-                clocks.append(_clock_summary(line))
-            except _TORN:
-                unreadable.append(f"{file}:{number}")
-    return tuple(clocks), unreadable
-
-
 def _clock_summary(line: bytes) -> dict[str, Any]:
-    """Read a line of `clocks.jsonl`; one of `_TORN` if it is something else."""
+    """Read a line of `clocks.jsonl`; one of `TORN` if it is something else."""
     entry: dict[str, Any] = json.loads(line)
     INDEX(entry.get("rank", 0))
     followed = entry.get("followed") or {}

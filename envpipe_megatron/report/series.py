@@ -166,11 +166,6 @@ def _binned_power_w(spans: FloatArray, edges_s: FloatArray) -> FloatArray:
     `spans` are [begin, length and energy, windows].
     """
     begin_s, length_s, energy_j = spans
-    corners_s, count, sum_w = _covered(begin_s, begin_s + length_s, energy_j / length_s)
-
-    def in_bins(rate: FloatArray) -> FloatArray:
-        up_to = np.concatenate([[0.0], np.cumsum(rate * np.diff(corners_s))])
-        return np.diff(np.interp(edges_s, corners_s, up_to))
-
-    metered_s, bins_s = in_bins((count > 0).astype(float)), np.diff(edges_s)
-    return np.where(metered_s > 0, in_bins(np.where(count > 0, sum_w, 0.0)) / bins_s, np.nan)
+    # [bins, windows] shares of windows.
+    share = np.diff(np.clip((edges_s[:, None] - begin_s) / length_s, 0.0, 1.0), axis=0)
+    return np.where(share.any(axis=1), share @ energy_j / np.diff(edges_s), np.nan)

@@ -51,12 +51,10 @@ def sections_of(
     folder: RunFolder, facts: ReportFacts, trace: Sequence[str], stills: Mapping[str, str]
 ) -> list[Section]:
     """Return all of a report: `trace` says what is in it, `stills` have captions by file."""
-    compared = comparison_section(facts)
     known = [
-        compared,
+        comparison_section(facts),
         *_bubbles(facts),
         Section("Pictures", stills=stills),
-        _phases(facts),
         _stages(facts.bill),
         _clocks(folder),
         _memory(folder),
@@ -68,25 +66,28 @@ def sections_of(
 
 
 def comparison_section(facts: ReportFacts) -> Section:
-    """Compare the steady phase with the baseline; where nothing was changed, nothing is saved."""
-    baseline, steady = facts.baseline, facts.steady
-    columns = [step for step in (baseline, steady) if step is not None]
-    if not columns:
+    """Show a step of baseline and phases; where nothing was changed, nothing is saved."""
+    header = ("step of", "GPUs", "iterations", "time (s)", "energy of all GPUs (J)", "W a GPU")
+    named = [(step.name, step) for step in facts.phases]
+    if facts.baseline is not None:
+        named.insert(0, ("baseline, compared with", facts.baseline))
+    if not named:
         return Section(RESULT)
-    rows = [
-        ("iteration time (s)", *(f"{step.mean.time_s:.4f}" for step in columns)),
-        ("energy of an iteration, all GPUs (J)", *(_energy(step) for step in columns)),
-        ("power of a GPU (W)", *(_power(step) for step in columns)),
-        ("iterations", *(f"{step.mean.iterations:.0f}" for step in columns)),
-    ]
+    rows = (
+        (
+            name, str(step.num_gpus), f"{step.mean.iterations:.0f}", f"{step.mean.time_s:.4f}",
+            _energy(step), _power(step),
+        )
+        for name, step in named
+    )  # fmt: skip
     lines = facts.account
     if facts.compared is None:
         said = "Nothing to compare: that needs a baseline and steps of the steady phase."
         lines = said, *facts.account
     if facts.changed_nothing:
         said = "Neither clocks nor order were changed: what differs here is chance."
-        lines = (*((said,) if len(columns) > 1 else ()), *facts.account[-1:])
-    return Section(RESULT, ("", *(step.name for step in columns)), tuple(rows), lines)
+        lines = (*((said,) if facts.baseline and facts.steady else ()), *facts.account[-1:])
+    return Section(RESULT, header, tuple(rows), lines)
 
 
 def _bubbles(facts: ReportFacts) -> Iterator[Section]:
@@ -149,18 +150,6 @@ def _bubble_lines(found: Bubbles, waiting_w: tuple[float, ...] | None) -> Iterat
             f"Rank {gpu.rank} (stage {gpu.stage}, pipeline {gpu.pipeline}, node {gpu.node}) is "
             f"{100 * share:.1f} % slower than others of its stage."
         )
-
-
-def _phases(facts: ReportFacts) -> Section:
-    header = ("phase", "GPUs", "iterations", "time (s)", "energy of all GPUs (J)", "W a GPU")
-    rows = (
-        (
-            step.name, str(step.num_gpus), f"{step.mean.iterations:.0f}", f"{step.mean.time_s:.4f}",
-            _energy(step), _power(step),
-        )
-        for step in facts.phases
-    )  # fmt: skip
-    return Section("Phases", header, tuple(rows))
 
 
 def _stages(bill: Bill | None) -> Section:

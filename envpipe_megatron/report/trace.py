@@ -52,8 +52,10 @@ def write_trace(
     """Write a trace, compressed by gzip, as both viewers take it; return what is in it, in words.
 
     Where more than `max_units` units were recorded, those of every n-th iteration of each phase are
-    written, the same ones of all GPUs. The clocks of a dry run, which sets none, are called so.
+    written, the same ones of all GPUs; and of more looks at clocks, every n-th of each GPU. The
+    clocks of a dry run, which sets none, are called so.
     """
+    looks = sum(len(samples.time_s) for samples in timelines.clocks)
     recorded = by_iteration(timelines.iterations)
     kept = set(kept_iterations(recorded, max_units))
     gpus = _gpus(timelines, windows)
@@ -69,7 +71,7 @@ def write_trace(
             _names(gpus),
             _job_events(reads),
             _iteration_events(reads, pids, kept, dry_run=dry_run),
-            _meter_events(timelines.clocks, windows, pids),
+            _meter_events(timelines.clocks, windows, pids, every=math.ceil(looks / max_units)),
         ):
             file.writelines(f",\n{event}" for event in events)
         file.write("\n]}\n")
@@ -152,7 +154,7 @@ def _iteration_events(
     *,
     dry_run: bool,
 ) -> Iterator[str]:
-    """Yield units of kept iterations, and the requested clocks of all where they change.
+    """Yield units of kept iterations, and their requested clocks where they change.
 
     Slices of a thread come one behind another, though both ends are rounded to microseconds.
     """
@@ -162,8 +164,9 @@ def _iteration_events(
         pid = pids[_place(read.labels)]
         begin_us = max(ends_us[pid], _us(read.begin_s))
         ends_us[pid] = begin_us + int(read.end_us[-1])
-        if (read.phase, read.iteration) in kept:
-            yield from _unit_events(pid, read, begin_us)
+        if (read.phase, read.iteration) not in kept:
+            continue
+        yield from _unit_events(pid, read, begin_us)
         if read.frequency_mhz is None:
             continue
         before = np.concatenate(([clocks_mhz[pid]], read.frequency_mhz[:-1]))
@@ -188,12 +191,17 @@ def _unit_events(pid: int, read: RankIteration, begin_us: int) -> Iterator[str]:
 
 
 def _meter_events(
-    clocks: Iterable[ClockSamples], windows: Iterable[EnergyWindow], pids: _Processes
+    clocks: Iterable[ClockSamples],
+    windows: Iterable[EnergyWindow],
+    pids: _Processes,
+    *,
+    every: int,
 ) -> Iterator[str]:
-    """Yield the clocks of GPUs when they were read, and their power."""
+    """Yield the clocks of GPUs at every n-th look, and their power."""
     for samples in clocks:
         pid = pids[_place(samples.labels)]
-        for time_s, mhz in zip(samples.time_s, samples.observed_mhz, strict=True):
+        looks = zip(samples.time_s[::every], samples.observed_mhz[::every], strict=True)
+        for time_s, mhz in looks:
             yield _counter(pid, "SM clock observed", _us(time_s), MHz=mhz)
     for window in windows:
         if window.begin_s is not None and window.duration_s > 0:

@@ -202,13 +202,10 @@ def _joules(
     return joules
 
 
-def plan_charts(plans: Collection[Plan], x_max_s: float | None = None) -> list[Chart]:
-    """Draw one iteration of each plan, on equal axes and colours; its critical path is dotted.
-
-    `x_max_s` is the end of the time axis, the longest plan's by default; what is beyond is cut.
-    """
-    x_max_s = x_max_s or max(plan.cost.iteration_time_s for plan in plans)
-    return _charts([_drawn(plan) for plan in plans], 1e3 * x_max_s)
+def plan_charts(plans: Collection[Plan]) -> list[Chart]:
+    """Draw one iteration of each plan, on equal axes and colours; its critical path is dotted."""
+    longest_s = max(plan.cost.iteration_time_s for plan in plans)
+    return _charts([_drawn(plan) for plan in plans], 1e3 * longest_s)
 
 
 def _drawn(plan: Plan) -> _Drawn:

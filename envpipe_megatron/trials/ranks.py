@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ EVENT_MARK = "@envpipe "
 def rank_environment(emulated: Path) -> dict[str, str]:
     """Return this process's environment, for ranks whose emulated GPUs are in a folder."""
     environment = {
-        **os.environ,
+        # torchrun's, as a pod of several nodes has them, would make it wait for the other nodes.
+        **{name: value for name, value in os.environ.items() if not name.startswith("PET_")},
         ROOT_VARIABLE: str(emulated.resolve()),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
@@ -91,9 +93,10 @@ def emit(event: str, **fields: Any) -> None:
     """Report an event to the command, from a rank."""
     line = EVENT_MARK + json.dumps({"event": event, **fields}) + "\n"
     # One rank at a time: what is longer than a pipe takes at once would mix with others' lines.
-    # All ranks can open the file that their program is called with.
-    with Path(sys.argv[1]).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    # All ranks can open the file that their program is called with; NFS locks none for reading.
+    with Path(sys.argv[1]).open("r+") as file:
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         sys.stdout.write(line)
         sys.stdout.flush()
 

@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,7 @@ from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import replace_files
+from envpipe_megatron.files import lock_file, replace_files
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.report.page.document import page_text
@@ -205,19 +205,19 @@ def run_trial(trial: Trial, console: Console) -> None:
                 f"`envpipe {settings.command}` needs {package}, which is not installed",
                 remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
             )
-    _set_earlier_aside(settings)
-    trial.put(settings.file.name, asdict(settings))
-    # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
-    settings.text_copy.write_bytes(content)
-    say(trial.introduction, console)
-    try:
-        _train(trial, console)
-    except KeyboardInterrupt:
-        say(f"Interrupted: clocks are reset, what was measured is in {output}.", console)
-        raise
-    finally:
-        settings.text_copy.unlink(missing_ok=True)
-        trial.write()
+    with _take_folder(settings):
+        trial.put(settings.file.name, asdict(settings))
+        # One copy for all ranks: the source may change, as when it holds this very folder.
+        settings.text_copy.write_bytes(content)
+        say(trial.introduction, console)
+        try:
+            _train(trial, console)
+        except KeyboardInterrupt:
+            say(f"Interrupted: clocks are reset, what was measured is in {output}.", console)
+            raise
+        finally:
+            settings.text_copy.unlink(missing_ok=True)
+            trial.write()
     if not trial.complete:
         raise EnvPipeError(
             "The ranks ended without reporting all turns",
@@ -231,30 +231,41 @@ def run_trial(trial: Trial, console: Console) -> None:
         )
 
 
-def _set_earlier_aside(settings: Settings) -> None:
+def _take_folder(settings: Settings) -> AbstractContextManager[object]:
     """Make the output folder, or move what an earlier run of the command left there out of the way.
 
-    Raises EnvPipeError if the folder holds anything, and no settings of such a run.
+    Returns its lock. Raises EnvPipeError if the folder holds anything, and no settings of such a
+    run, or if that still goes on.
     """
     output, earlier = settings.output, settings.output / "earlier"
+    lock_path = output / ".trial.lock"
     output.mkdir(parents=True, exist_ok=True)
-    found = sorted(path for path in output.iterdir() if path != earlier)
-    if not found:
-        return
-    own = False
+    found = sorted(path for path in output.iterdir() if path not in (earlier, lock_path))
+    own = not found
     with suppress(EnvPipeError):  # other programs have files of that name, too
-        own = "output_dir" in read_json(settings.file, "File").data
+        own = own or "output_dir" in read_json(settings.file, "File").data
     if not own:
         raise EnvPipeError(
             f"The output folder {output} holds what no `envpipe {settings.command}` left there",
             value=found[0].name,
             remedy="Give an empty or new folder with --output.",
         )
-    numbered = (earlier / str(number) for number in itertools.count(1))
-    aside = next(folder for folder in numbered if not folder.exists())
-    aside.mkdir(parents=True)
-    for path in found:
-        path.rename(aside / path.name)
+    try:
+        lock: AbstractContextManager[object] = lock_file(lock_path)
+    except BlockingIOError as error:
+        raise EnvPipeError(
+            f"Another run writes to {output}",
+            remedy="Wait until it has ended, or give another --output.",
+        ) from error
+    except OSError:
+        lock = nullcontext()  # as on a disk without locks
+    if found:
+        numbered = (earlier / str(number) for number in itertools.count(1))
+        aside = next(folder for folder in numbered if not folder.exists())
+        aside.mkdir(parents=True)
+        for path in found:
+            path.rename(aside / path.name)
+    return lock
 
 
 def _train(trial: Trial, console: Console) -> None:

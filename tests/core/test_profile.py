@@ -111,10 +111,11 @@ def test_rows_of_other_instructions_are_left_out_and_named(tmp_path, caplog):
         read(tmp_path, f"{HEADER}\n{others}0,forward,1200,1,10\n")
 
 
-def test_a_stage_without_any_energy_is_refused(tmp_path):
-    half = GOOD + "1,forward,1200,1.0,0\n1,backward,1200,1.0,{}\n"
+@pytest.mark.parametrize("lower", ["", "1,forward,900,1.5,8\n1,backward,900,1.5,9\n"])
+def test_a_stage_without_energy_at_its_highest_clocks_is_refused(tmp_path, lower):
+    half = GOOD + lower + "1,forward,1200,1.0,0\n1,backward,1200,1.0,{}\n"
     assert read(tmp_path, f"{HEADER}\n{half.format(20)}").num_stages == 2
-    with pytest.raises(ProfileError, match=r"job\.csv: stage 1 has no energy in any row"):
+    with pytest.raises(ProfileError, match=r"job\.csv: stage 1 has no energy at its highest"):
         read(tmp_path, f"{HEADER}\n{half.format(0)}")
 
 
@@ -143,6 +144,11 @@ def test_the_ranks_of_a_stage_become_one_gpu(tmp_path):
         ("0,forward,900,1,1\n", "no row for stage 0 backward"),
         (GOOD + "2,forward,900,1,1\n", "no row for stage 1 forward"),
         (GOOD.replace("0,f", "1,f").replace("0,b", "1,b"), "no row for stage 0 forward"),
+        (
+            # Parts at clocks that differ make no whole backward.
+            "0,forward,900,1,9\n0,input-gradient,900,1,9\n0,weight-gradient,600,1,9\n",
+            "no row for stage 0 backward",
+        ),
     ],
 )
 def test_an_incomplete_table_is_refused_with_what_it_lacks(tmp_path, body, told):

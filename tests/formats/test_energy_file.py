@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.formats import energy
-from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.bill import Bill, num_gpus
 from envpipe_megatron.formats.energy import (
     EnergyLogs,
     EnergyNote,
@@ -153,6 +153,22 @@ def test_sums_of_starts_under_one_agent_lie_between_its_notes():
     sums.flush()
     one, other = (Bill(lines).steps("steady") for lines in (made, map(parsed, entries)))
     assert one.energy_j == other.energy_j == 1.0
+
+
+def test_steps_of_a_start_on_another_number_of_gpus_are_no_steps_of_the_last_one():
+    """Without an agent, nothing but the lines says how many there are; the small start's are last.
+
+    Of 100 steps on four GPUs and 10,000 on two, energy was said of four, twice too much.
+    """
+    small, large = "2026-03-02T10:00:00.000+00:00", "2026-03-01T10:00:00.000+00:00"
+    bill = Bill()
+    for run, ranks, steps in ((small, 2, 10_000), (large, 4, 100)):
+        for rank in range(ranks):
+            of_rank = {"run": run, "rank": rank, "gpu_uid": f"GPU-{rank}", "num_ranks": ranks}
+            some = {"last_iteration": steps - 1, "duration_s": steps, "energy_j": 80.0 * steps}
+            bill.add(parsed(WINDOW | of_rank | some))
+    assert (num_gpus(bill.of_phase("steady")), bill.steps("steady").iterations) == (2, 10_000)
+    assert (bill.left_out, bill.total().energy_j) == ({large}, 80.0 * 20_400)
 
 
 def test_steps_of_several_baselines_have_a_line_each():

@@ -8,22 +8,26 @@ import os
 import random
 import select
 import signal
+import site
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, look_until
 
+from envpipe_megatron.child import start_child
 from envpipe_megatron.gpu import energy_counter
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.energy_counter import STALL_S, EnergyCounter, EnergyReader
 from envpipe_megatron.gpu.guard.messages import receive
 from envpipe_megatron.gpu.registry import open_gpu
+from envpipe_megatron.runtime.energy import meter as energy_meter
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
 POWER_W = 200.0
@@ -279,6 +283,16 @@ def test_windows_are_those_of_a_meter_of_this_process(gpu, meter):
     own.close()
 
 
+def test_what_it_sees_in_a_long_step_is_taken_in(gpu, monkeypatch):
+    """Its socket holds the refreshes of half a minute, and nobody asks for any in a step."""
+    monkeypatch.setattr(energy_meter, "_TAKE_S", 0.01)
+    meter = EnergyMeter(gpu, poll_s=NEVER_S)
+    gpu.advance_to(2.2)
+    energy_counter.send(meter._reader._connection, {"op": "look"})
+    look_until(lambda: meter._times_s[-1] == gpu.read_energy().time_s)
+    meter.close()
+
+
 def test_a_thread_goes_on_where_the_reader_is_killed(gpu, meter):
     os.kill(meter._reader._process.pid, signal.SIGKILL)
     meter._reader._process.wait(WAIT_S)
@@ -330,6 +344,18 @@ def test_it_outlives_what_is_meant_for_ranks_and_what_python_prints(gpu, tmp_pat
     assert meter._reader is not None
     assert meter.last_refresh_s == gpu.read_energy().time_s
     meter.close()
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_installed_packages_hide_nothing_of_pythons_own(monkeypatch, installed):
+    """`dataclasses` of old Pythons, which lies there at times, ended guards as they started."""
+    package = str(Path(energy_counter.__file__).resolve().parents[2])
+    monkeypatch.setattr(site, "getsitepackages", lambda: [package] * installed)
+    monkeypatch.setenv("PYTHONPATH", "/jobs/own")
+    script = "import os; print(os.environ['PYTHONPATH'], end='')"
+    process = start_child(("-c", script), None, stdout=subprocess.PIPE)
+    said = process.communicate(timeout=WAIT_S)[0].decode()
+    assert said == ("/jobs/own" if installed else f"{package}:/jobs/own")
 
 
 def test_it_ends_with_its_meter(meter):

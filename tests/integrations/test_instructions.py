@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from unittest.mock import Mock
 
 import instruction_ranks
+import numpy as np
 import pytest
+import torch
 from energy_lines import bill_of_ranks, json_lines
 from memory_folder import memory_folder
 from presets import preset_profile, write_changed_preset
@@ -190,7 +192,11 @@ def alone(monkeypatch):
     """Makes a pipeline of this process, whose first step has not been."""
     monkeypatch.setenv("RANK", "0")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield lambda **settings: InstrumentedPipeline(dist.group.WORLD, 1, gpu="a40", **settings)
+
+    def make(num_microbatches=1, group=None, **settings):
+        return InstrumentedPipeline(group, num_microbatches, gpu="a40", **settings)
+
+    yield make
     dist.destroy_process_group()
 
 
@@ -237,9 +243,43 @@ def test_one_that_is_closed_before_its_first_step_ends_no_training(alone, caplog
     assert "on_step_begin was called after end_training or close" in caplog.text
 
 
-def test_options_of_an_order_are_refused(alone):
-    with pytest.raises(EnvPipeError, match=r"No such option .*scheduling"):
-        alone(scheduling="ours")
+@pytest.mark.parametrize("count", [0, -1, 4.0, "4", None])
+def test_what_is_no_number_of_microbatches_is_refused_before_the_first_step(alone, count):
+    with pytest.raises(EnvPipeError, match="one microbatch or more"):
+        alone(count)
+
+
+@pytest.mark.parametrize("make", [np.int64, torch.tensor])
+def test_a_number_of_microbatches_of_another_library_s_is_one(alone, tmp_path, monkeypatch, make):
+    """It is kept for the job's next start, as JSON."""
+    monkeypatch.setenv("ENVPIPE_EMULATED_ROOT", str(tmp_path / "gpus"))
+    pipeline = alone(make(1), facts={"model": "m"}, output=tmp_path)
+    with pipeline.step():
+        for name in ("forward", "backward"):
+            with pipeline.instruction(name):
+                pass
+    pipeline.close()
+    assert json.loads((tmp_path / "job.json").read_text())["steps"]["num_microbatches"] == 1
+
+
+def test_a_rank_that_gave_another_pipelines_group_is_refused(alone):
+    with pytest.raises(EnvPipeError, match=r"in no pipeline that it gave \(got 0\)"):
+        alone(group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+@pytest.mark.parametrize("option", ["scheduling", "channel"])
+def test_options_of_an_order_or_of_its_messages_are_refused(alone, option):
+    with pytest.raises(EnvPipeError, match=rf"No such option .*{option}"):
+        alone(**{option: "receives"})
+
+
+def test_all_options_that_are_taken_are_listed(alone):
+    with pytest.raises(EnvPipeError) as error:
+        alone(order="ours")
+    *_, names = str(error.value).rstrip(".").partition("There are ")
+    assert not [
+        name for name in names.split(", ") if f"`{name}`" not in InstrumentedPipeline.__doc__
+    ]
 
 
 def test_what_is_no_step_ends_no_training(pool, folder, preset):

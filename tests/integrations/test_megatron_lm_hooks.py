@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from leveled_jobs import begin, fresh_hooks, given, jobs_are_faked
 
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders.builders import whole_iteration
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
@@ -211,6 +212,7 @@ WITH_EXPERTS = {"num_experts": 8, "envpipe_level": "order"}
         ({**WITH_EXPERTS, "envpipe_self_check": "off"}, "order cannot be had with: mixture of exp"),
         ({"inprocess_restart": True}, "cannot meter"),
         ({"fake_process_group": True}, "cannot meter"),
+        ({"llm_pp": 1}, "cannot meter"),
     ],
 )
 def test_what_a_job_cannot_have_ends_it(hooks, given, told, monkeypatch, capsys):
@@ -370,6 +372,35 @@ def test_what_the_interpreter_does_not_run_goes_to_megatron_itself():
         assert failed is None
 
 
+def test_memory_is_for_the_longest_messages_that_may_come():
+    """Megatron-Bridge's fine-tuning gives each iteration, and each replica, another length."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer import TransformerConfig
+
+    from envpipe_megatron.integrations.megatron.core import ForwardBackward
+
+    one: Any = SimpleNamespace(size=lambda: 1)
+    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2), tp=one, cp=one)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, pipeline_dtype=torch.float32
+    )
+    names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
+    given = dict.fromkeys(names, 1) | {"model": SimpleNamespace(config=config)}
+    given |= {"p2p_communicator": object(), "pg_collection": groups}
+    collectives = SimpleNamespace(first=lambda why: why and (0, why))
+    parts = SimpleNamespace(channel=SimpleNamespace(ranks=[0, 1]), collectives=collectives)
+    run = Mock(side_effect=EOFError)
+    session: Any = SimpleNamespace(parts=parts, may_split=False, run_iteration=run)
+    ours = ForwardBackward(session, 0, Mock(), seq_length=12)
+    with patch("torch.distributed.get_process_group_ranks", lambda group: [0, 1]):
+        for length, decoder in ((8, None), (12, 12), (4, 16)):
+            with pytest.raises(EOFError):
+                ours(**given, seq_length=length, decoder_seq_length=decoder)
+    specs = [(call.args[1], call.kwargs["longest"]) for call in run.mock_calls]
+    lengths = [[each.sends[Kind.FORWARD].shapes[0][0] for each in both] for both in specs]
+    assert lengths == [[8, 12], [12, 12], [16, 16]]
+
+
 def called(config, ranks=(0, 1), told=None, later=None, **named):
     """Three training calls that reached Megatron's own function, and what is said against ours.
 
@@ -487,3 +518,21 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
     assert "reinforcement learning" in {limit.feature for limit in exchanged}
     assert pickle.loads(pickle.dumps(exchanged)) == exchanged
     assert (made[1].options.scheduling, made[1].options.max_in_flight) == ("1f1b", None)
+
+
+def test_tokens_are_those_of_the_language_model(hooks):
+    """LLaVA's `seq_length` is what an image becomes; a profile of another model is of no use."""
+    from envpipe_megatron.integrations.megatron.training import facts_of
+
+    names = "tensor_model_parallel_size", "micro_batch_size", "num_layers", "hidden_size"
+    args = argparse.Namespace(**dict.fromkeys(names, 1), global_batch_size=8, seq_length=256)
+    assert facts_of(args)["bill"]["tokens_per_iteration"] == 8 * 256
+    args.decoder_seq_length, args.hybrid_layer_pattern = 4096, "M-*"
+    facts = facts_of(args)
+    assert (facts["bill"]["tokens_per_iteration"], facts["sidecar"].sequence_length) == (
+        8 * 4096,
+        4096,
+    )
+    assert facts["same_job"]["hybrid_layer_pattern"] == "M-*"
+    args.lengths_vary = True  # as in Megatron-Bridge's fine-tuning
+    assert "tokens_per_iteration" not in facts_of(args)["bill"]

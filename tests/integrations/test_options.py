@@ -211,6 +211,8 @@ OF_AUTO = {"ENVPIPE_SCHEDULING": "auto", "ENVPIPE_RECONFIGURE": "balanced"}
         *((f"--self-check {word}", {}, {"self_check": word}) for word in ("off", "always")),
         ("", {"on_gpu": False}, {"max_in_flight": None}),
         ("", {"save": "checkpoints"}, {"output": Path("checkpoints/envpipe")}),
+        ("", {"save": 2026}, {"output": Path("2026/envpipe")}),  # as `explain` reads a name
+        ("", {"save": "msc://profile/checkpoints"}, {"output": None}),
         ("--output here", {"save": "checkpoints"}, {"output": Path("here")}),
         # Names in any case.
         ("--scheduling 1F1B", {}, {"scheduling": "1f1b"}),

@@ -1,6 +1,7 @@
 """What a self-check compares, and what it puts back before an iteration runs again."""
 
 import math
+import sys
 import threading
 from collections import UserDict
 from dataclasses import replace
@@ -122,6 +123,25 @@ def test_sums_for_the_log_are_those_of_one_run():
         sums.clear()
 
 
+def test_operations_are_counted_once(monkeypatch):
+    """By Megatron-LM, in its module, and by Megatron-Bridge, in a state that it binds."""
+    from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
+
+    lengths, state = torch.zeros(2), SimpleNamespace(_flops_seqlen_sum=0, logger=object())
+    module = SimpleNamespace(_seqlen_stats_in_iteration=lengths)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", module)
+    iteration = RepeatedIteration([], iter(()), (SimpleNamespace, state))
+
+    def run(_):
+        lengths.add_(3)
+        # Of packed sequences it becomes a tensor.
+        state._flops_seqlen_sum = state._flops_seqlen_sum + torch.tensor(5)
+
+    for _ in range(3):
+        iteration.run(run)
+    assert (lengths.tolist(), state._flops_seqlen_sum) == ([3.0, 3.0], 5)
+
+
 def outcome(**gradients):
     from envpipe_megatron.integrations.megatron.self_check import Outcome
 
@@ -148,6 +168,13 @@ def test_equal_is_to_the_last_bit_of_every_gradient():
     assert same.differs_from(outcome(b=large)) == "gradients of a"
     halves = outcome(a=one.bfloat16())
     assert halves.differs_from(outcome(a=one.bfloat16())) is None
+
+
+def test_a_stage_without_losses_may_have_another_default_device():
+    from envpipe_megatron.integrations.megatron.self_check import Outcome
+
+    with torch.device("meta"):
+        assert Outcome.of([], []).differs_from(Outcome.of([], [])) is None
 
 
 def test_gradients_that_are_no_numbers_are_seen_wherever_they_are():
@@ -294,7 +321,7 @@ def test_a_job_checks_what_its_table_says_and_split_backwards(monkeypatch, check
     monkeypatch.setattr(module, "orders_to_try", lambda args, model, count, regroups: orders)
     training, (job,), _ = begin(module.Training)
     job.session.may_split = may_split
-    training._args, training._checked = None, checked
+    training._args, training._checked = SimpleNamespace(seq_length=8), checked
     training._microbatches, training._model = 4, []
     check = training._make_replacement(dict)._check
     if not checked and not may_split:

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from core_cases import uniform_profile
+from core_cases import B, F, profile_of, uniform_profile
 from on_request import examples
 from planning_cases import random_conditions, random_profile, try_everything
 
@@ -17,7 +17,7 @@ from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.objective import Goal, Objective, peak_power_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.tuning.parking import park
 
@@ -204,6 +204,22 @@ def test_a_cap_of_nodes_holds_for_the_hottest():
 def test_what_cannot_be_kept_is_refused(schedule, limits, said):
     with pytest.raises(LinearProgramError, match=said):
         planned(schedule, **limits)
+
+
+@pytest.mark.parametrize(
+    ("goal", "change_s", "dwell_s"), [("time", 0.1, 0.0), ("edp", 0.1, 0.0), ("time", 0.0, 1.5)]
+)
+def test_changes_of_clock_may_take_more_than_slower_units_do(goal, change_s, dwell_s):
+    """Forwards and backwards are fastest and cheapest at clocks that they do not share."""
+    forward, backward = {1200: (1.0, 90.0)}, {1000: (2.0, 150.0)}
+    forward[1100], backward[1100] = (1.2, 120.0), (2.1, 300.0)
+    profile = profile_of({(0, F): forward, (0, B): backward})
+    request = PlanRequest(
+        1, "1f1b", "optimal", objective=Objective(goal), min_dwell_s=dwell_s,
+        conditions=Conditions((0.0,), change_time_s=change_s),
+    )  # fmt: skip
+    for plan in (make_plan(profile, request).plan, *make_frontier(profile, request, 5)):
+        assert 3.0 < plan.cost.iteration_time_s < 3.5
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """From wishes to a plan, and the figures of published profiles."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -203,8 +204,10 @@ def test_dwell_times_reach_the_plan_and_the_frontier(schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "envpipe", "auto"])
 def test_a_deadline_that_no_clock_meets_is_told(schedule):
-    with pytest.raises(LinearProgramError, match=r"deadline \(s\).*Its fastest iteration takes"):
+    with pytest.raises(LinearProgramError, match=r"deadline \(s\).*Its fastest") as refused:
         make_plan(PROFILE, optimal(schedule, deadline_factor=0.9))
+    more = float(re.search(r"multiply --deadline-factor by ([\d.]+)", str(refused.value))[1])
+    assert make_plan(PROFILE, optimal(schedule, deadline_factor=0.9 * more))
 
 
 SPLITS = {"split": SplitBackward()}
@@ -224,6 +227,7 @@ REFUSED = [
     ("gpipe", TWO, r"one chunk.*2.*interleaved, envpipe or auto"),
     ("1f1b", {"group_size": 5}, "5"),
     ("envpipe", {"max_in_flight": (5, 5)}, r"\(got 5, 5\)"),
+    ("envpipe", {"max_in_flight": float("inf")}, r"must be one number.*\(got inf\)"),
     ("zero-bubble", {}, "Unknown schedule.*zero-bubble"),
     *[
         ("1f1b", {"policy": policy, **wish}, rf"{policy} takes no {said}.*--policy optimal")

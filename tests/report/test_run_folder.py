@@ -7,6 +7,7 @@ import pytest
 from energy_lines import window
 
 from envpipe_megatron.formats.energy import append_line
+from envpipe_megatron.report.pipelines import by_iteration
 from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.report.summary import _notes
 
@@ -60,6 +61,30 @@ def test_a_start_that_has_not_ended_is_not_what_an_earlier_ones_summary_says(tmp
         summary = json.dumps({"only_measures": True, "started": started})
         (tmp_path / "summary.json").write_text(summary)
         assert read_run_folder(tmp_path).changed_nothing is nothing
+
+
+def test_records_of_starts_in_which_ranks_were_other_stages_are_not_mixed_with_the_last_ones(
+    tmp_path,
+):
+    """After a restart with fewer replicas, rank 1 is the second stage and was the first one."""
+    (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
+    for rank, stage in enumerate((0, 0, 1, 1)):
+        put_timeline(tmp_path, run=OLD, rank=rank, stage=stage)
+    for rank in (0, 1):
+        put_timeline(tmp_path, run=NEW, rank=rank, stage=rank)
+    folder = read_run_folder(tmp_path)
+    assert [(read.labels.run, read.labels.rank) for read in folder.recorded] == [(NEW, 0), (NEW, 1)]
+    assert len(folder.timelines.iterations) == 6  # the trace has all
+
+
+def test_an_iteration_that_a_restart_repeats_is_of_one_start(tmp_path):
+    """The second rank's record is not written yet, or the start had fewer ranks."""
+    (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
+    for run, ranks in ((NEW, 1), (OLD, 2)):  # nodes' files come one after another
+        for rank in range(ranks):
+            put_timeline(tmp_path, run=run, stage=rank)
+    (reads,) = by_iteration(read_run_folder(tmp_path).recorded).values()
+    assert [(read.labels.run, read.labels.rank) for read in reads] == [(NEW, 0)]
 
 
 def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path):

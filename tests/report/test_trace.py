@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -126,6 +126,19 @@ def test_a_trace_that_is_too_long_keeps_the_same_iterations_of_all_gpus(tmp_path
     assert kept[0] == kept[1] == kept[2] == {0, 3, 5, 8, 11, 14, 17, 20, 23}
     assert f"{9 * 24} units of 9 iterations; 24 were recorded. More would be" in said
     assert len(units_of(events, 0)) == 2 + 24  # the job's own slices are all there
+
+
+def test_a_trace_has_no_more_looks_at_clocks_and_changes_of_them_than_units(tmp_path):
+    """An hour of 1,000 GPUs has seven million looks, which no browser holds."""
+    made = run_made.iterations(phases=("warm-up", "steady") * 20)
+    times_s = tuple(100 + 0.5 * number for number in range(300))
+    seen = [ClockSamples(one.labels, times_s, (1410,) * 300, (1410,) * 300) for one in made[:3]]
+    logs = TimelineLogs(tuple(made), tuple(seen))
+    _, events = traced(tmp_path / "t.json.gz", logs, max_units=100)
+    counted = Counter(event["name"] for event in events if event["ph"] == "C")
+    assert counted["SM clock observed"] == 3 * 34  # every ninth, and the first
+    kept = {unit["args"]["iteration"] for unit in units_of(events, 1)}
+    assert counted["SM clock requested"] <= 3 * len(kept)
 
 
 def test_a_start_behind_a_reboot_comes_behind_the_one_before(tmp_path):

@@ -190,17 +190,21 @@ def one_cannot_come(rank: int, timeout_s: float) -> list[bool]:
 
 
 def lengths(rank: int, sizes: Sequence[int]) -> list[bool]:
-    """Whether values of these lengths come as they were: from the planner, all and a neighbour."""
+    """Whether values of these lengths come as they were: from the planner, all and a neighbour.
+
+    Also where the script has another default device, as by `torch.set_default_device("cuda")`.
+    """
     made = make_collectives([range(12)], timedelta(seconds=20))
     before, behind = (rank - 1) % 12, (rank + 1) % 12
-    sent = [made.pipeline.send(bytes([rank]) * size, behind, 1) for size in sizes]
-    same = [
-        made.from_planner(bytes([rank]) * size) == bytes([0]) * size
-        and made.in_pipeline(bytes([rank]) * (size + rank))
-        == [bytes([other]) * (size + other) for other in range(12)]
-        and made.pipeline.receive(before, 1) == bytes([before]) * size
-        for size in sizes
-    ]
+    with torch.device("meta"):
+        sent = [made.pipeline.send(bytes([rank]) * size, behind, 1) for size in sizes]
+        same = [
+            made.from_planner(bytes([rank]) * size) == bytes([0]) * size
+            and made.in_pipeline(bytes([rank]) * (size + rank))
+            == [bytes([other]) * (size + other) for other in range(12)]
+            and made.pipeline.receive(before, 1) == bytes([before]) * size
+            for size in sizes
+        ]
     made.on_all(True)  # what was sent has left
     assert len(sent) == len(sizes)
     return same

@@ -3,6 +3,8 @@
 import importlib.util
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,11 +137,30 @@ def test_what_earlier_runs_left_is_set_aside(tmp_path, monkeypatch, kind):
         (out / "emulated").mkdir()
         for name in ("emulated/gpu0.json", "notes.txt"):
             (out / name).write_text(run)
-    assert set(seen[0]) == {file, settings.text_copy}
+    assert set(seen[0]) == {file, settings.text_copy, out / ".trial.lock"}
     assert {path for path in seen[2] if path.parent == out} == set(seen[0])
     for number, run in ((1, "first"), (2, "second")):
         for name in ("emulated/gpu0.json", "notes.txt"):
             assert seen[2][out / "earlier" / str(number) / name] == run.encode()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    settings = short_settings(tmp_path)
+    lock = tmp_path / "out" / ".trial.lock"
+    lock.parent.mkdir()
+    other = f"""
+from pathlib import Path
+from envpipe_megatron.files import lock_file
+with lock_file(Path({str(lock)!r})):
+    print("locked", flush=True)
+    input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", other], **pipes) as process:
+        assert process.stdout.readline() == b"locked\n"
+        assert f"Another run writes to {lock.parent}" in refused(settings)
+        process.communicate(b"\n")
+    assert list(lock.parent.iterdir()) == [lock]
 
 
 @pytest.mark.parametrize("told", [0, 1, 2], ids=["nothing", "an iteration", "the baseline"])

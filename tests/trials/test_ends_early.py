@@ -1,5 +1,6 @@
 """Ranks that are interrupted or fail: they end, their clocks are reset, and it is said."""
 
+import errno
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ import pytest
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.launch import node
-from envpipe_megatron.trials.ranks import rank_environment, run_ranks
+from envpipe_megatron.trials.ranks import emit, rank_environment, run_ranks
 
 RANK = """
 import sys, time
@@ -43,6 +44,24 @@ def run(tmp_path, monkeypatch):
     return run_it
 
 
+@pytest.mark.parametrize("locks", ["none", "nfs"])
+def test_ranks_report_on_any_disk(tmp_path, monkeypatch, capsys, locks):
+    settings, taken = tmp_path / "settings.json", []
+    settings.write_text("{}")
+
+    def flock(file, operation):
+        taken.append(locks == "nfs" and file.writable())
+        if not taken[-1]:  # NFS has no exclusive lock of a file that is opened for reading
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(sys, "argv", ["worker", str(settings)])
+    monkeypatch.setattr("fcntl.flock", flock)
+    emit("up", rank=0)
+    assert capsys.readouterr().out == '@envpipe {"event": "up", "rank": 0}\n'
+    assert taken == [locks == "nfs"]
+    assert settings.read_text() == "{}"
+
+
 @pytest.mark.usefixtures("signals_at_default")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_the_ranks_as_ctrl_c_does(run, number):
@@ -56,6 +75,11 @@ def test_a_rank_that_fails_is_said_with_where_to_look(run, tmp_path):
     with pytest.raises(EnvPipeError, match=rf"exit code 3\); clocks are reset.*{tmp_path}/log"):
         run(lambda event: None, "print('why'); sys.exit(3)")
     assert (tmp_path / "log").read_text() == "why\n"
+
+
+def test_ranks_wait_for_no_other_node_of_a_pod(run, monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "2")
+    run(lambda event: None, "import os; sys.exit('PET_NNODES' in os.environ)")
 
 
 def test_what_goes_wrong_with_a_report_ends_the_ranks_and_is_raised(run):

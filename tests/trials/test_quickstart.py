@@ -48,7 +48,7 @@ def test_all_promised_files_are_there_and_nothing_else(finished):
     assert {path.name for path in finished.output.iterdir()} == {
         "energy.jsonl", "clocks.jsonl", "profile.csv", "profile.json", "plan.json",
         "summary.json", "settings.json", "log.txt", "emulated", "timeline.jsonl", "loop.jsonl",
-        "turns.jsonl", "claims.json", "arms", ".lock",
+        "turns.jsonl", "claims.json", "arms", ".lock", ".trial.lock",
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -140,7 +141,8 @@ def _run(
 
 def _run_torchrun(words: Sequence[str], environment: dict[str, str]) -> int:
     with Signals() as signals:
-        return run_torchrun(words, {"PYTHONUNBUFFERED": "1", **environment}, signals)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+        return run_torchrun(words, environment, signals)
 
 
 def _words(job: LayerJob) -> str:

@@ -6,7 +6,9 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ from envpipe_megatron.runtime.clocks.latency import measure_latency as measure
     "--clocks",
     type=COUNTS,
     metavar="MHZ,MHZ[,...]",
-    help="Changed between every two of them. Default: near all, 3/4 and 1/2 of the highest.",
+    help="Changed between every two of them. Default: near the highest, 3/4 and 1/2 of it.",
 )
 @click.option("--repeats", default=20, show_default=True, type=click.IntRange(1))
 @click.option("--output", type=OUTPUT_FILE, help="A JSON file for the results.")
@@ -70,6 +72,11 @@ def measure_latency(
     Example: envpipe clocks measure-latency --output latency.json
     """
     check_outputs([output] if output else [], [])
+    if find_spec("torch") is None:
+        raise EnvPipeError(
+            "Clocks are changed as a job changes them, with PyTorch, which is not installed",
+            remedy="Install torch; for emulated GPUs one without CUDA will do.",
+        )
     with tempfile.TemporaryDirectory() as folder:
         gpu = EmulatedGpu.create(emulated, 0, folder) if emulated else _real_gpu(device)
         result = measure(gpu, clocks, repeats, lambda text: say(f"{gpu.name}: {text}"))
@@ -93,13 +100,8 @@ def _real_gpu(device: int) -> Gpu:
             f"The clock cannot be changed: {chosen.why}",
             remedy=". ".join(filter(None, (chosen.remedy, "Or try --emulated PRESET"))),
         )
-    try:
-        import torch
-    except ImportError as error:
-        raise EnvPipeError(
-            "Kernels are timed with PyTorch, which is not installed",
-            remedy="Install torch, or try --emulated PRESET.",
-        ) from error
+    import torch
+
     if device not in range(torch.cuda.device_count()):
         raise EnvPipeError(
             f"CUDA shows {torch.cuda.device_count()} GPUs to this process",
@@ -292,7 +294,9 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     if dead_jobs and wanted:
         raise click.UsageError("--dead-jobs is of all GPUs: leave out --gpu")
     site = read_site()
-    gpus = _listed_gpus()
+    gpus: Sequence[Device] = ()
+    with suppress(GpuError) if dead_jobs else nullcontext():  # their leases name GPUs, too
+        gpus = _listed_gpus()
     chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
     if not wanted:
         chosen = [gpu for gpu in chosen if _can_be_locked(gpu)]

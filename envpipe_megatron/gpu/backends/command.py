@@ -82,6 +82,11 @@ class CommandGpu(ReadThroughGpu):
         # In one pass, so that nothing that was put in is read as a placeholder again.
         argv = [PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in command]
         what, path = f"The site's command for {self.name}", self._site.path
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # as in a rank without a guard
+            raise GpuError(
+                f"{what} is not run where SIGCHLD is ignored: nobody would learn that it failed",
+                remedy="Guards, the job's next start and `envpipe clocks reset` run it",
+            )
         # A file and not a pipe: a pipe stays open as long as any descendant lives. In memory, so
         # that a full disk does not keep a clock locked.
         with os.fdopen(open_memory(), "rb") as errors:

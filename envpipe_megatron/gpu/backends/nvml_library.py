@@ -11,6 +11,7 @@ import ctypes
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pynvml
@@ -96,7 +97,7 @@ def _named_error(error: pynvml.NVMLError, action: str) -> GpuError:
 
 
 _handles: dict[str, Any] = {}
-"""Of GPUs, by uid. Finding one fails where any GPU of the machine has fallen off the bus."""
+"""Of GPUs, by uid."""
 # Where other code initialises NVML in a forked child, it refuses those of the parent.
 os.register_at_fork(after_in_child=_handles.clear)
 
@@ -124,14 +125,15 @@ def call_gpu(uid: str, action: str, function: Callable[..., Any], *arguments: ob
     The uid is its UUID (`GPU-...`), never an index: NVML's and CUDA's differ. Raises
     GpuError if NVML sees no such GPU, GpuError as `call_library` does.
     """
+    return call_library(f"{action} of {uid}", lambda: function(handle_of(uid), *arguments))
 
-    def call() -> Any:
-        handle = _handles.get(uid)
-        if handle is None:
-            handle = _handles[uid] = _find(uid)
-        return function(handle, *arguments)
 
-    return call_library(f"{action} of {uid}", call)
+def handle_of(uid: str) -> Any:
+    """Return NVML's handle of a GPU; raises GpuError if it sees none with this uid, NVMLError."""
+    handle = _handles.get(uid)
+    if handle is None:
+        handle = _handles[uid] = _find(uid)
+    return handle
 
 
 def _find(uid: str) -> Any:
@@ -143,6 +145,13 @@ def _find(uid: str) -> Any:
             value=uid,
             remedy="List those of this node with nvidia-smi -L; a container may hide GPUs",
         ) from error
+    except pynvml.NVMLError_GpuIsLost:  # said of each UUID if any GPU has fallen off the bus
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with suppress(pynvml.NVMLError):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                if pynvml.nvmlDeviceGetUUID(handle) == uid:
+                    return handle
+        raise
 
 
 PROFILES = (
@@ -162,11 +171,8 @@ def read_power_profiles(uid: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     states that NVIDIA tuned for a kind of work; an operator requests some of them, and the driver
     arbitrates. EnvPipe changes none. Raises GpuError if what is offered fails.
     """
-    try:
-        read = pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles
-        current = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
-    except AttributeError:  # nvidia-ml-py has them since 12.570
-        return (), ()
+    read = pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles
+    current = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
     try:
         # nvidia-ml-py hands on what it is given.
         call_gpu(uid, "read the power profiles", read, ctypes.byref(current))

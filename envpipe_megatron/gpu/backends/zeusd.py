@@ -190,7 +190,7 @@ class Zeusd:
         if status == 404:
             return GpuPermissionError(
                 f"Zeusd at {self.address} does not offer to change clocks: {reason}",
-                remedy=f"Start zeusd with --enable {CONTROL_GROUP}",
+                remedy=f"Start zeusd 0.5 or newer with --enable {CONTROL_GROUP}",
             )
         return GpuError(
             f"Zeusd at {self.address} failed with HTTP status {status}: {reason}",

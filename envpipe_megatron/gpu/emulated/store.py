@@ -281,5 +281,5 @@ class StateFile:
         return GpuError(
             f"Cannot write the state of an emulated GPU: {error}",
             value=str(self.path),
-            remedy=f"Point {ROOT_VARIABLE} at a folder of your own with free space",
+            remedy=f"Make room there; {ROOT_VARIABLE} or a trial's --output names another folder",
         )

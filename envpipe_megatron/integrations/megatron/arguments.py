@@ -114,7 +114,8 @@ def read_recipe(path: Path) -> tuple[list[str], dict[str, str]]:
 def by_stage(args: Namespace) -> list[tuple[str, int]] | None:
     """Return what each stage recomputes, and of how many layers; None if none is given.
 
-    Raises JobError: unreadable, not one for each stage, or beside Megatron's own flag.
+    Raises JobError: unreadable, not one for each stage, of a hybrid model, or beside Megatron's own
+    flag.
     """
     text = getattr(args, "envpipe_recompute", None)
     if text is None:
@@ -124,6 +125,12 @@ def by_stage(args: Namespace) -> list[tuple[str, int]] | None:
             f"{RECOMPUTE_FLAG} cannot be combined with --recompute-granularity",
             value=granularity,
             remedy="Leave out one of the two.",
+        )
+    if pattern := _hybrid_pattern(args):
+        raise JobError(
+            f"{RECOMPUTE_FLAG} is of transformer blocks, which a hybrid model has none of",
+            value=pattern,
+            remedy="Use --recompute-granularity.",
         )
     stages = [_recomputed(part) for part in str(text).split(",")]
     if len(stages) != args.pipeline_model_parallel_size:
@@ -162,9 +169,8 @@ def _number(word: str) -> object:
 def _num_chunks(args: Namespace) -> int:
     """Return the chunks of a stage, V, by the flags from which Megatron-LM counts them."""
     stages: int = args.pipeline_model_parallel_size
-    patterns = (getattr(args, f"hybrid_{of}_pattern", None) for of in ("layer", "override"))
-    pattern = str(next(filter(None, patterns), ""))
-    layout = str(getattr(args, "pipeline_model_parallel_layout", None) or pattern.split("/")[0])
+    pattern = _hybrid_pattern(args).split("/")[0]
+    layout = str(getattr(args, "pipeline_model_parallel_layout", None) or pattern)
     if "|" in layout:
         return (_repeated(layout).count("|") + 1) // stages
     layers: int | None = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
@@ -174,6 +180,12 @@ def _num_chunks(args: Namespace) -> int:
             of_model += bool(getattr(args, f"account_for_{part}_in_pipeline_split", False))
         return of_model // stages // layers
     return getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1
+
+
+def _hybrid_pattern(args: Namespace) -> str:
+    """Return the layers of a hybrid (Mamba) model; empty for others."""
+    patterns = (getattr(args, f"hybrid_{of}_pattern", None) for of in ("layer", "override"))
+    return str(next(filter(None, patterns), ""))
 
 
 def _repeated(layout: str) -> str:

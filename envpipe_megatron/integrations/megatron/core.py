@@ -59,6 +59,8 @@ class ForwardBackward:
             GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
         framework_function: that function; by default what `get_forward_backward_func` gives.
         check: makes one of the iterations behind these by both, unless the job needs no such check.
+        seq_length: the most of any iteration. Megatron-Bridge's fine-tuning gives each its own, and
+            each replica's.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class ForwardBackward:
         framework_iterations: int | None = None,
         framework_function: Callable[..., list[Any]] | None = None,
         check: SelfCheck | None = None,
+        seq_length: int = 0,
     ) -> None:
         self._session = session
+        self._seq_length = seq_length
         self._check = check
         self._framework_function = framework_function
         if framework_iterations is None:
@@ -135,7 +139,11 @@ class ForwardBackward:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
         if rehearsal is None:
-            self._session.run_iteration(arguments["num_microbatches"], specs, make_work)
+            own = arguments["decoder_seq_length"] or arguments["seq_length"]
+            most = {"seq_length": max(own, self._seq_length), "decoder_seq_length": None}
+            longest = _specs({**arguments, **most}, groups)
+            count = arguments["num_microbatches"]
+            self._session.run_iteration(count, specs, make_work, longest=longest)
         else:
             order, tried = rehearsal.order, rehearsal.of
             self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))

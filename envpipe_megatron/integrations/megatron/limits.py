@@ -141,9 +141,9 @@ LIMITS: tuple[ArgumentLimit, ...] = (
         FREES_WHILE_TRAINING, lambda _: frees_while_training(), f"giving memory back {WAITS}"
     ),
     _against_order(
-        "T5 and other models of encoder and decoder",
+        "T5, LLaVA and other models of encoder and decoder",
         on("decoder_num_layers", "decoder_seq_length"),
-        "Megatron runs none in a pipeline",
+        "never tried in a pipeline",
     ),
     _against_order("legacy models", on("use_legacy_models"), "Megatron has given them up"),
     _against_order(
@@ -257,10 +257,11 @@ LIMITS: tuple[ArgumentLimit, ...] = (
 )
 
 #: With these there is no bill either: ranks start again within processes that hold clocks and
-#: connections, or one process acts for all ranks.
+#: connections, one process acts for all ranks, or there are no groups of one pipeline.
 REFUSED: Mapping[str, Predicate] = {
     "in-process restart": on("inprocess_restart"),
     "--fake-process-group": on("fake_process_group"),
+    "modules on grids of ranks of their own (examples/mimo)": on("llm_pp"),
 }
 
 

@@ -23,8 +23,8 @@ from megatron.core.utils import unwrap_model
 
 from envpipe_megatron.integrations.hooking import replaced
 
-#: Sums that megatron-core keeps for its log beside the model, in its versions from 0.16 on: module,
-#: name in it.
+#: Sums that Megatron keeps for its log beside the model, in its versions from 0.16 on: module, name
+#: in it. The last are lengths of packed sequences, by which it counts operations.
 _SUMS = (
     ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),
     ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER"),
@@ -33,6 +33,7 @@ _SUMS = (
         "megatron.core.transformer.experimental_attention_variant.dsa",
         "DSAIndexerLossLoggingHelper",
     ),
+    ("megatron.training.training", "_seqlen_stats_in_iteration"),
 )
 #: Attributes of a module that are not noted: parameters, modules, which are noted by themselves,
 #: and FP8 weights, which the first microbatch of each iteration makes again.
@@ -48,11 +49,17 @@ class RepeatedIteration:
     Args:
         chunks: the model, as it is trained.
         data_iterator: as megatron-core's forward-backward functions take it: one, or one a chunk.
+        bound: objects that its forward step is bound to.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], data_iterator: Any) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        data_iterator: Any,
+        bound: Sequence[object] = (),
+    ) -> None:
         self._chunks = chunks
-        self._restore = _random_states(), _module_states(chunks)
+        self._restore = _random_states(), _states(chunks, bound)
         self._several = isinstance(data_iterator, list)
         iterators = data_iterator if self._several else [data_iterator]
         #: Data of each chunk from the first on: copies of it draw what was not drawn so far.
@@ -124,20 +131,17 @@ def _random_states() -> Callable[[], None]:
     return restore
 
 
-def _module_states(chunks: Sequence[torch.nn.Module]) -> Callable[[], None]:
+def _states(chunks: Sequence[torch.nn.Module], bound: Sequence[object]) -> Callable[[], None]:
     """Return what puts back buffers, other tensors, plain values and sums; no parameter."""
     noted = _Noted()
     for chunk in chunks:
         for module in unwrap_model(chunk).modules():
             noted.note_attributes(module)
+    for owner in bound:
+        noted.note_attributes(owner)
     for name, attribute in _SUMS:
         owner = getattr(sys.modules.get(name), attribute, None)
-        if isinstance(owner, type):
-            owner = getattr(owner, "tracker", None)
-        if isinstance(owner, dict):
-            noted.note_container(owner)
-        elif owner is not None:
-            noted.note_attributes(owner)
+        noted.note(getattr(owner, "tracker", None) if isinstance(owner, type) else owner)
     return noted.restore
 
 
@@ -154,18 +158,33 @@ class _Noted:
     def note_attributes(self, owner: object) -> None:
         """Note those of an object whose values are plain, tensors, containers or have state."""
         attributes = getattr(owner, "__dict__", None)
-        if attributes is None or not self._is_new(owner):
+        if not isinstance(attributes, dict) or not self._is_new(owner):  # a class has a proxy
             return
         for name, value in attributes.items():
-            if name not in _LEFT_OUT and "hook" not in name and self._note(value):
+            if name not in _LEFT_OUT and "hook" not in name and self.note(value):
                 self._attributes.append((attributes, name, value))
 
-    def note_container(self, container: dict[Any, Any] | list[Any]) -> None:
-        """Note what a dictionary or a list holds, and that it holds nothing else."""
-        if self._is_new(container):
-            self._containers.append((container, container.copy()))
-            for value in container.values() if isinstance(container, dict) else container:
-                self._note(value)
+    def note(self, value: object) -> bool:
+        """Note what can change of a value; return whether it is to be put back."""
+        if isinstance(value, _PLAIN):
+            return True
+        if isinstance(value, torch.Tensor):
+            # Activations that a module was given, and quantised weights, are no state.
+            if type(value) is not torch.Tensor or value.requires_grad:
+                return False
+            if self._is_new(value):
+                self._contents.append((value, value.clone()))
+            return True
+        if isinstance(value, (dict, list)):
+            if self._is_new(value):
+                self._containers.append((value, value.copy()))
+                for item in value.values() if isinstance(value, dict) else value:
+                    self.note(item)
+            return True
+        of_package = type(value).__module__.startswith(_WITH_STATE)
+        if of_package and not isinstance(value, torch.nn.Module):
+            self.note_attributes(value)
+        return False
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -180,25 +199,6 @@ class _Noted:
                 tensor.copy_(content)
             else:  # it was freed, or given another storage
                 tensor.data = content.clone()
-
-    def _note(self, value: object) -> bool:
-        """Note what can change of a value; return whether it is to be put back."""
-        if isinstance(value, _PLAIN):
-            return True
-        if isinstance(value, torch.Tensor):
-            # Activations that a module was given, and quantised weights, are no state.
-            if type(value) is not torch.Tensor or value.requires_grad:
-                return False
-            if self._is_new(value):
-                self._contents.append((value, value.clone()))
-            return True
-        if isinstance(value, (dict, list)):
-            self.note_container(value)
-            return True
-        of_package = type(value).__module__.startswith(_WITH_STATE)
-        if of_package and not isinstance(value, torch.nn.Module):
-            self.note_attributes(value)
-        return False
 
     def _is_new(self, value: object) -> bool:
         new = id(value) not in self._seen

@@ -91,7 +91,9 @@ class SelfCheck:
             return framework_function(**arguments)
         begin_s, why = time.monotonic(), None
         chunks = listed(arguments["model"])
-        iteration = RepeatedIteration(chunks, arguments["data_iterator"])
+        # Megatron-Bridge binds its state, in which forwards count operations.
+        bound = getattr(arguments["forward_step_func"], "args", ())
+        iteration = RepeatedIteration(chunks, arguments["data_iterator"], bound)
 
         def megatron(data: Any) -> list[Any]:
             return framework_function(**{**arguments, "data_iterator": data})
@@ -204,7 +206,7 @@ class Outcome:
             for value in tree_leaves(losses)
             if isinstance(value, torch.Tensor)
         ]
-        samples = {"losses": torch.cat(numbers) if numbers else torch.zeros(0)}
+        samples = {"losses": torch.cat(numbers) if numbers else torch.zeros(0, device="cpu")}
         digests = {"losses": samples["losses"].numpy().tobytes()}
         finite = True
         for number, chunk in enumerate(chunks):

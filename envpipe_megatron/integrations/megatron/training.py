@@ -160,7 +160,12 @@ class Training(LeveledJob):
             regroups = session.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
             check = SelfCheck(session, orders_of, needed=self._checked)
-        return ForwardBackward(session, framework_function=framework_function, check=check)
+        return ForwardBackward(
+            session,
+            framework_function=framework_function,
+            check=check,
+            seq_length=self._args.seq_length,
+        )
 
     def _forward_backward(self, **arguments: Any) -> Any:
         """Run an iteration by what now takes the place of Megatron's function.
@@ -219,18 +224,22 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
 
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return what Megatron's arguments say of the job, as `FrameworkJob` has it."""
+    # Where images are read too, `seq_length` is what one of them becomes.
+    sequence_length = max(args.seq_length, getattr(args, "decoder_seq_length", None) or 0)
+    bill = {
+        "model": f"GPT, {args.num_layers} layers, width {args.hidden_size}",
+        "samples_per_iteration": _full_batch(args),
+        "microbatch_size": args.micro_batch_size,
+    }
+    if not getattr(args, "lengths_vary", False):  # else that is the most
+        bill["tokens_per_iteration"] = _full_batch(args) * sequence_length
     return {
         "sidecar": Sidecar(
             tensor_parallel=args.tensor_model_parallel_size,
             microbatch_size=args.micro_batch_size,
-            sequence_length=args.seq_length,
+            sequence_length=sequence_length,
         ),
-        "bill": {
-            "model": f"GPT, {args.num_layers} layers, width {args.hidden_size}",
-            "tokens_per_iteration": _full_batch(args) * args.seq_length,
-            "samples_per_iteration": _full_batch(args),
-            "microbatch_size": args.micro_batch_size,
-        },
+        "bill": bill,
         "same_job": same_job(args),
     }
 

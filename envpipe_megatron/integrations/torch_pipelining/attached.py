@@ -94,7 +94,7 @@ class AttachedPipeline(LeveledJob):
         on_gpu = torch.cuda.is_available()
         options = read_settings(settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu)
         self._own, why_not = known_order(schedule)
-        own, count = self._own, schedule._n_microbatches
+        own, count = self._own, int(schedule._n_microbatches)  # it may be NumPy's
         same_job = {
             "facts": same_by_facts(facts),
             "order": None if own is None else own.name,
@@ -234,6 +234,9 @@ class AttachedPipeline(LeveledJob):
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step by torch, and compare its units with the order that the schedule names."""
         seen, self._units.seen = UnitRecorder(), set()
+        if self._units.why_whole is not None and (why := known_reason(self._stages)):
+            # Of what was wrapped behind `attach`.
+            self._units.why_whole = dict.fromkeys(range(len(self._stages)), why)
         self._units.reporter = seen
         try:
             result = self._torch_step(*args, **kwargs)

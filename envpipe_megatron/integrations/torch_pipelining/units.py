@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -200,6 +201,8 @@ def known_reason(stages: Sequence[Any]) -> str:
                 wrappers.append(type(module).__name__)
             if wrappers:
                 return f"with {wrappers[0]} their parts are not shown to give the same gradients"
+            if module._backward_hooks or module._backward_pre_hooks:
+                return "modules have backward hooks, which a trial of the parts would call, too"
         if stage.dw_builder is not None:
             return "a stage has a dw_builder of its own"
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
@@ -219,14 +222,18 @@ def seen_reason(stage: Any, microbatch: int | None, loss: torch.Tensor | None) -
         outputs, inputs = stage.fwd_cache[microbatch]
         gradients = None if stage.is_last else stage._retrieve_recv_grads(microbatch)
         outputs = [loss] if stage.is_last else list(outputs)
+        if any(output._is_view() for output in outputs):
+            return "an output is a view, which torch cannot detach in place"
         weights = [weight for weight in stage.submod.parameters() if weight.requires_grad]
         if reason := _reason_of_graph(outputs, inputs, weights):
             return reason
         leaves = [*weights, *(each for each in inputs if isinstance(each, torch.Tensor))]
 
         def whole() -> list[int | None]:
+            ends = [at for at, output in enumerate(outputs) if output.requires_grad]
+            given = None if gradients is None else [gradients[at] for at in ends]
             with _own_gradients(leaves):
-                torch.autograd.backward(outputs, gradients, retain_graph=True)
+                torch.autograd.backward([outputs[at] for at in ends], given, retain_graph=True)
                 return _digests(leaves)
 
         with _reproducible():
@@ -236,6 +243,9 @@ def seen_reason(stage: Any, microbatch: int | None, loss: torch.Tensor | None) -
                 _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
                 _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
                 apart = _digests(leaves)
+                found = [*(gradients or ()), *(each.grad for each in leaves)]
+                if _share_memory(found, [each.grad for each in weights]):
+                    return "a weight's gradient has the memory of another gradient"
             if (once := whole()) != apart:
                 others = "its two parts give" if whole() == once else "each whole one gives"
                 return f"{others} other bits"
@@ -300,7 +310,24 @@ def _own_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def _digests(leaves: Sequence[torch.Tensor]) -> list[int | None]:
     """Return a sum of each gradient's bits: another copy of all of them may have no memory."""
-    found = [None if leaf.grad is None else leaf.grad.detach() for leaf in leaves]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in found]
+    local = [None if leaf.grad is None else _local(leaf.grad) for leaf in leaves]
     sums = [each if each is None else each.view(_BITS[each.element_size()]).sum() for each in local]
     return [each if each is None else int(each) for each in sums]
+
+
+def _share_memory(found: Sequence[torch.Tensor | None], of: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether one of these gradients lies where another that was found does.
+
+    The next microbatch's would be added to both: torch keeps gradients of weights as it gets them.
+    """
+    found_at, at = (
+        [_local(each).untyped_storage().data_ptr() for each in several if each is not None]
+        for several in (found, of)
+    )
+    places = Counter(found_at)
+    return any(places[place] > 1 for place in at)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    own = gradient.detach()
+    return own.to_local() if isinstance(own, DTensor) else own

@@ -166,9 +166,7 @@ class InteriorPoint:
         products = point.slack * point.price
         affine = newton.step(-products)
         of_slack, of_price = point.longest_steps(affine)
-        reached = float(
-            (point.slack + of_slack * affine.slack) @ (point.price + of_price * affine.price)
-        )
+        reached = (point.slack + of_slack * affine.slack) @ (point.price + of_price * affine.price)
         aim = (reached / point.gap) ** 3 * point.gap / len(products)
         step = newton.step(aim - products - affine.slack * affine.price)
         return point.moved(step, *point.longest_steps(step, _STEP))

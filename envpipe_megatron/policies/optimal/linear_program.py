@@ -200,9 +200,8 @@ class DurationProgram:
                 f"Schedule '{self.schedule.name}' takes longer than the deadline (s) at any "
                 "frequencies",
                 value=deadline_s,
-                remedy=f"Its fastest iteration takes {fastest_s:.6g} s: allow "
-                f"{fastest_s / deadline_s:.4f} times the time (--deadline-factor), or use another "
-                "order.",
+                remedy=f"Its fastest iteration takes {fastest_s:.6g} s: multiply --deadline-factor "
+                f"by {np.ceil(1e4 * fastest_s / deadline_s) / 1e4:g}, or use another order.",
             )
         return max(deadline_s, fastest_s)
 

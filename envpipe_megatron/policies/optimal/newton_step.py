@@ -252,11 +252,11 @@ class NewtonStep:
         at_last = np.zeros(problem.num_nodes)
         at_last[problem.last_node] = self._last
         self._by_iteration = matrix.solve(self._factor, at_last)
-        self._iteration_give = float((1.0 / conducts[ends]).sum())
+        self._iteration_give = (1.0 / conducts[ends]).sum()  # NumPy's numbers overflow quietly
         # What pulls at the end of the iteration is what arrives at its start: the sum there is of
         # positive terms, the one over the last nodes would cancel.
         start = slice(len(problem.source), None)
-        arrived = float(along[start] @ self._by_iteration[problem.target[start]])
+        arrived = along[start] @ self._by_iteration[problem.target[start]]
         self._iteration_pull = 1.0 / self._iteration_give + arrived
 
     def step(self, product: FloatArray) -> Iterate:

@@ -32,7 +32,7 @@ from envpipe_megatron.policies.optimal.rounding import hull_floor, round_duratio
 #: The gap that is good enough for a single plan.
 GOOD_GAP = 0.002
 #: No frequency of a real GPU makes a unit slower than its fastest by this factor.
-_NO_DEADLINE = 1e3
+_SLOWEST = 1e3
 #: Waiting powers that differ by less are not worth another linear program.
 _SAME_POWER = 0.02
 
@@ -67,13 +67,18 @@ class Optimizer:
         """Iteration time with every unit at its fastest frequency, none of them late."""
         return self._floor.fastest_iteration_s
 
+    @property
+    def no_deadline_s(self) -> float:
+        """A time that no plan needs more than."""
+        return _SLOWEST * self.fastest_s
+
     def cheapest_s(self, waiting_worth_w: float | None = None) -> float:
         """Return the iteration time beyond which waiting costs more than slower units save.
 
         Where waiting is worth more, as `plan` takes it, the time beyond which no unit is slower.
         """
         priced = self._priced_at(waiting_worth_w)
-        return priced.solve(_NO_DEADLINE * self.fastest_s).end_s
+        return priced.solve(self.no_deadline_s).end_s
 
     def relaxed(self, deadline_s: float) -> Relaxed:
         """Return the durations between the profiled ones that take the least energy.
@@ -124,7 +129,8 @@ class Optimizer:
             )
         if by_energy and not min_dwell_s:
             plan = self._or_by_rule(plan, deadline_s)
-        return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j or None)
+        bound_j = at_floor.lower_bound_j  # of energies of nothing, 0 or below by rounding
+        return replace(plan, energy_lower_bound_j=bound_j if bound_j > 0 else None)
 
     def _or_by_rule(self, plan: Plan, deadline_s: float) -> Plan:
         """Return the plan, or a simple rule's if it is cheaper.

@@ -43,8 +43,8 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
     mark = (" (emulated)" if folder.emulated else "") + (" (dry run)" if folder.dry_run else "")
     views = list(views_of(folder, facts))
     shown, drawn = views, views
-    if folder.timelines.iterations:
-        table = unit_table(folder.timelines.iterations, folder.num_stages, folder.profile)
+    if recorded := folder.recorded:
+        table = unit_table(recorded, folder.num_stages, folder.profile)
         text = "An iteration as it was before, and one as it is."
         shown = [timelines_view(table), *views]
         drawn = [View("timeline", "Measured iterations", text, measured_charts(table)), *views]

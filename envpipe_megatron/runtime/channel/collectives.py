@@ -139,7 +139,7 @@ class HostGroup:
 
     def receive(self, source: int, tag: int) -> Any:
         """Wait for a value that another rank sends to this one."""
-        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device="cpu")
         self._transport.recv([frame], source, tag).wait()
         return self._value(frame, source, tag)
 
@@ -162,7 +162,7 @@ def _packed(value: object) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _rest_of(frame: torch.Tensor) -> torch.Tensor | None:
     """Return room for what did not fit into a frame; None if all did."""
     more = int.from_bytes(frame[:_LENGTH_BYTES].numpy().tobytes()) + _LENGTH_BYTES - FRAME_BYTES
-    return torch.empty(more, dtype=torch.uint8) if more > 0 else None
+    return torch.empty(more, dtype=torch.uint8, device="cpu") if more > 0 else None
 
 
 def _unpacked(frame: torch.Tensor, rest: torch.Tensor | None) -> Any:

@@ -132,6 +132,8 @@ class CudaDevice:
         self._exchange = exchange
         #: For each boundary the addresses of this side's memory and the other's.
         self._shared: dict[int, tuple[int, int]] = {}
+        #: The most that torch was seen to have taken; who watches its memory resets its own count.
+        self._peak_bytes = 0
         self._units: CudaStream | None = None
         # One for all: a stream waits for what it stood for when the wait was enqueued.
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
@@ -154,7 +156,7 @@ class CudaDevice:
         error, handle = "", b""
         try:
             if num_bytes:
-                own = _allocated(-(-num_bytes // _WHOLE_BYTES) * _WHOLE_BYTES)
+                own = self._allocated(-(-num_bytes // _WHOLE_BYTES) * _WHOLE_BYTES)
                 handle = bytes(_call(driver.cuIpcGetMemHandle, own).reserved)
         except RuntimeError as refused:
             error = first_line(refused)
@@ -179,6 +181,23 @@ class CudaDevice:
             raise MemoryError(failed)
         self._shared[boundary] = own, theirs
         return _bytes_at(own, num_bytes), _bytes_at(theirs, num_bytes)
+
+    def _allocated(self, num_bytes: int) -> int:
+        """Allocate memory that torch does not need at its peak; RuntimeError: there is none.
+
+        torch keeps what it has freed until it is asked to give it back.
+        """
+        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated())
+        free, _ = torch.cuda.mem_get_info()
+        spare = free + torch.cuda.memory_reserved() - self._peak_bytes
+        if num_bytes > spare:
+            left = max(0, spare)
+            raise RuntimeError(f"{left} bytes are left beside the most that torch has taken")
+        try:
+            return int(_call(driver.cuMemAlloc, num_bytes))
+        except RuntimeError:
+            torch.cuda.empty_cache()
+            return int(_call(driver.cuMemAlloc, num_bytes))
 
     def units(self) -> CudaStream:
         """Return the stream that units run on: the current one, which mostly stays the same."""
@@ -292,22 +311,6 @@ class CudaStream:
     def _at(self, function: Any, word: Word, value: int, flags: int) -> None:
         address = word.page.device_address + word.offset
         _call(function, self.handle, address, value & MASK, flags)
-
-
-def _allocated(num_bytes: int) -> int:
-    """Allocate memory that torch does not need at its peak; RuntimeError: there is none.
-
-    torch keeps what it has freed until it is asked to give it back.
-    """
-    free, _ = torch.cuda.mem_get_info()
-    spare = free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
-    if num_bytes > spare:
-        raise RuntimeError(f"{max(0, spare)} bytes are left beside the most that torch has taken")
-    try:
-        return int(_call(driver.cuMemAlloc, num_bytes))
-    except RuntimeError:
-        torch.cuda.empty_cache()
-        return int(_call(driver.cuMemAlloc, num_bytes))
 
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ def backend_of(group: dist.ProcessGroup) -> str:
     return parts.get(device, dist.get_backend(group))
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """Return how long a rank may be silent in a group, or in the default one if that is longer.
 
     Groups of EnvPipe's that give up sooner would end a job that goes on without it. torch's own
@@ -270,6 +270,7 @@ class _Maker:
 
 def _new_group(pair: Sequence[int], kind: Kind, timeout: timedelta) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # torch warns of another one than it is given
     options.config.max_ctas = MAX_CTAS
     options.config.min_ctas = 1
     group: dist.ProcessGroup = dist.new_group(

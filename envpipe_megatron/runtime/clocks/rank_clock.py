@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -152,12 +153,14 @@ class RankClock:
         """Set the clock once the GPU has come to here, or so long after; returns at once.
 
         Here is behind all that the current stream holds. Called by one thread. What it returns of a
-        request with a delay is to be called where the GPU may not wait for any longer.
+        request with a delay is to be called where the GPU may not wait for any longer. The clock of
+        the last request is not asked for again, unless something else has undone that.
         """
         if self.given_back:
             frequency_mhz = GIVEN_BACK
+        again = self.repeats or (self._watch is not None and self._watch.was_undone())
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
-        if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
+        if (frequency_mhz == self._asked_mhz and not again) or self._error is not None:
             return None
         self._asked_mhz, self._waited_for = frequency_mhz, False
         number = self.page.ask(frequency_mhz, delay_s or 0.0)
@@ -168,25 +171,35 @@ class RankClock:
         return None if delay_s is None else partial(self._mark, BEGUN, number)
 
     def confirm(self) -> None:
-        """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
+        """Wait until the clock that was asked for last, or a higher one, is read from a real GPU.
 
         From where the device has come to the request, once, `_SETTLES_S` and the dwell time at
-        most: a power cap, heat or another program may hold it back, which is logged once.
+        most: a power cap, heat or another program may hold it back, which is logged once. A thread
+        reads, since a driver may hang.
         """
         asked_mhz, state, is_read = self._asked_mhz or 0, None, False
-        sets = self._gpu.changes_clock and asked_mhz in self._gpu.supported_frequencies_mhz
+        sets = self._gpu.drives_hardware and asked_mhz in self._gpu.supported_frequencies_mhz
         if self._waited_for or not sets:
             return
         self._waited_for = True
         self.wait_idle(_DEVICE_S)
         until_s = time.monotonic() + _SETTLES_S + self.page.min_dwell_s
-        while not (is_read or self.page.is_over or time.monotonic() >= until_s):
-            self._look()
-            with suppress(Exception):  # a driver may fail in any way; training must go on
-                state = self._gpu.clock_state()
-                is_read = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
-        idles = state is not None and IDLE in state.throttle_reasons  # the next kernel may get it
-        if not (is_read or self.page.is_over or idles or self._warned):
+
+        def read() -> None:
+            nonlocal state, is_read
+            while not (is_read or self.page.is_over or time.monotonic() >= until_s):
+                time.sleep(_LOOK_S)
+                with suppress(Exception):  # it may fail in any way; training must go on
+                    state = self._gpu.clock_state()
+                    is_read = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
+
+        reading = threading.Thread(target=read, name="envpipe-confirm", daemon=True)
+        with suppress(RuntimeError):  # threads are used up
+            reading.start()
+            reading.join(until_s - time.monotonic())
+        # Of one that idles, the next kernel may get it.
+        held = state is not None and IDLE not in state.throttle_reasons
+        if held and not (is_read or self.page.is_over or self._warned):
             self._warned = True
             where = f"{self._gpu.name} was not at {asked_mhz} MHz between training steps"
             logger.warning("%s, so that GPU checks may find it slow: %s", where, state)

@@ -1,8 +1,9 @@
 """Energy of windows of time, from a counter that refreshes ten times a second.
 
 Another process reads a real GPU's counter, and a thread any other, and nothing else does: a read
-takes milliseconds, which the training thread does not have. The counter at an instant is
-interpolated between the refreshes around it.
+takes milliseconds, which the training thread does not have. The thread also takes in what the
+process has seen, however long a step is. The counter at an instant is interpolated between the
+refreshes around it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _MAX_SILENT_REFRESHES = 3
 _HORIZON_S = 12 * 3600.0
 #: From one look at the counter to the next, so that each refresh is seen.
 POLL_S = 0.05
+#: From one taking in of what another process has seen to the next, s: the socket between holds the
+#: refreshes of half a minute.
+_TAKE_S = 5.0
 #: The refresh period until two refreshes have been seen, as NVIDIA's counters have it.
 _TYPICAL_REFRESH_S = 0.1
 #: Refreshes around an end of a window that show how much the power varies there.
@@ -94,14 +98,12 @@ class EnergyMeter:
         self._closing = threading.Event()
         #: The last reading's error; None when it went well.
         self.error: Exception | None = None
-        self._thread: threading.Thread | None = None
         self._looking: threading.Thread | None = None
         self._reader: EnergyReader | None = None
         if gpu.read_apart:
             with suppress(OSError):
                 self._reader = EnergyReader(gpu.address.uid, poll_s)
-        if self._reader is None:
-            self._thread = self._start_thread(self._run)
+        self._thread = self._start_thread(self._run)
         self._look(_FIRST_LOOK_S if gpu.read_apart else _LOOK_TIMEOUT_S)
 
     @property
@@ -237,7 +239,7 @@ class EnergyMeter:
             looking.join(timeout_s)
 
     def _take(self, readings: Iterator[EnergyReading]) -> None:
-        """Keep what the reader saw; in place of one that has ended, a thread goes on."""
+        """Keep what the reader saw; in place of one that has ended, the thread goes on."""
         assert self._reader is not None
         try:
             for reading in readings:
@@ -248,8 +250,6 @@ class EnergyMeter:
             logger.info("%s: a thread of this process reads it", gone)
             self._reader.close()
             self._reader = None
-            if not self._closing.is_set():
-                self._thread = self._start_thread(self._run)
 
     def _start_thread(self, target: Callable[[], None]) -> threading.Thread | None:
         thread = threading.Thread(target=target, name="envpipe-meter", daemon=True)
@@ -259,8 +259,11 @@ class EnergyMeter:
         return None
 
     def _run(self) -> None:
-        while not self._closing.wait(self._poll_s):
-            self._try_sample()
+        while not self._closing.wait(_TAKE_S if self._reader else self._poll_s):
+            with self._seen():
+                reads = self._reader is None
+            if reads:
+                self._try_sample()
 
     def _try_sample(self) -> None:
         try:

@@ -54,8 +54,6 @@ class ControlFile:
     def __init__(self, folder: Path, without: Wishes) -> None:
         self.wishes = self._without = without
         self.path = folder / CONTROL_FILE
-        with suppress(OSError):  # the working folder is gone
-            self.path = self.path.absolute()
         self._failure, self._over = "", False
         with suppress(RuntimeError):  # threads are used up: nobody is heard
             threading.Thread(target=self._run, name="envpipe-control", daemon=True).start()

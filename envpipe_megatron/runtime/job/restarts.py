@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -110,6 +110,7 @@ class JobFolder:
             self.path, self.notes = taken
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
+                self.path = self.path.absolute()  # scripts may change their working folder
                 self.path.mkdir(parents=True, exist_ok=True)
         #: Names of the user's files that are here; found now, since a disk may hang later.
         self._given: Collection[str] = ()
@@ -155,7 +156,10 @@ class JobFolder:
             except Exception as error:  # a kept file may fail in any way, and the job must start
                 why = error if isinstance(error, EnvPipeError) else repr(error)
                 self._make_way = cache(partial(_set_aside, path.parent, self._given, why))
-            started = datetime.now(UTC).isoformat(timespec="milliseconds")
+            now = datetime.now(UTC)
+            for before in found.starts[-1:]:  # of a node whose clock may be hours ahead
+                now = max(now, datetime.fromisoformat(before) + timedelta(milliseconds=1))
+            started = now.isoformat(timespec="milliseconds")
             self._job, self._keys = replace(found, starts=(*found.starts, started)), keys
             if found.starts or not options.may_be_lowered:
                 self.keep()
@@ -165,6 +169,8 @@ class JobFolder:
 
     def run_label(self, run: str) -> dict[str, str]:
         """Return what lines of logs have as their `run`: no other start has the same.
+
+        A later start's comes later in alphabetical order, by which readers know the last one.
 
         After a restart, iterations since the last checkpoint run once more, and are billed twice.
         """

@@ -201,6 +201,7 @@ class Session:
         num_microbatches: int,
         specs: StageSpecs,
         make_work: Callable[[Schedule], StageWork],
+        longest: StageSpecs | None = None,
     ) -> None:
         """Execute one training iteration in the job's present phase.
 
@@ -211,13 +212,14 @@ class Session:
             num_microbatches: M of this iteration.
             specs: what messages carry.
             make_work: of the order that runs.
+            longest: what those of any iteration carry at most, for which there is to be memory.
 
         Raises:
             MemoryFullError: on all ranks, messages have no memory; no unit has run.
             EnvPipeError: a plan for another order, or an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
-        run = self._open(num_microbatches, specs, None)
+        run = self._open(num_microbatches, longest or specs, None)
         work = make_work(run.order.schedule)
         watch = self.parts.memory.watch() if run.order.watched else None
         execute(work, run, self.parts.channel, specs, watch)

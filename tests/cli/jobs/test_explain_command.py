@@ -47,6 +47,10 @@ def test_envpipes_options_are_those_of_a_job(monkeypatch):
         (("--envpipe-recompute", "full:2"), "says what 1 stages recompute"),
         (("--envpipe-recompute",), "--envpipe-recompute is wrong"),
         (
+            ("--envpipe-recompute", "full:1", "--hybrid-layer-pattern", "M-M*|M-M*"),
+            "a hybrid model has none of (got 'M-M*|M-M*')",
+        ),
+        (
             ("--envpipe-recompute", "none", "--recompute-activations"),
             "cannot be combined with --recompute-granularity",
         ),

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -114,8 +115,8 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
     said = "own baseline: a step takes 1.5 s (0.00 % less time) and 360 J a GPU (20.00 "
     assert said in " ".join(shown.split())
     summary = (made / "summary.md").read_text()
-    assert "|  | baseline | steady |" in summary
-    assert "| iteration time (s) | 1.5000 | 1.5000 |" in summary
+    assert re.search(r"\n\| baseline, compared with \| \d \| 3 \| 1\.5000 \|", summary)
+    assert re.search(r"\n\| steady \| \d \| \d+ \| 1\.5000 \|", summary)
     assert "dry run" in summary
     assert "| 0 | 2.50 | 2.50 |" in summary
     assert "- Rank 0, 1: none, 700 W, then max-Q, 500 W." in summary
@@ -150,6 +151,13 @@ def test_what_is_missing_is_named_and_nothing_fails_for_it(killed):
     assert "summary.json: the job did not end in order" in killed[0]
     assert "1 torn or foreign lines" in killed[0]
     assert "whole warm-up is taken" in (killed[1] / "summary.md").read_text()
+
+
+def test_a_folder_whose_name_is_latin_1_has_a_report(killed, tmp_path):
+    folder = tmp_path / "l\udce4uft"
+    shutil.copytree(killed[1].parent, folder)
+    run_well("report", folder)
+    assert r"l\udce4uft" in (folder / "report" / "index.html").read_text()
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])

@@ -4,6 +4,7 @@ import json
 import os
 import pwd
 import re
+import signal
 import socket
 from pathlib import Path
 
@@ -179,6 +180,40 @@ def test_an_epilogue_undoes_what_dead_jobs_left_and_nothing_else(node):
     assert run_well("clocks", "reset", "--dead-jobs").stdout == "There is nothing to reset.\n"
     assert run("clocks", "reset", "--dead-jobs", "--gpu", "0").exit_code == 2
     held.release()
+
+
+@pytest.mark.parametrize("fault", ["driver_not_loaded", "driver_mismatch"])
+def test_an_epilogue_fails_without_a_driver_only_if_a_dead_job_left_a_lock(node, fault):
+    """One script runs on all nodes, and SLURM drains those on which it fails."""
+    path = dead_job_leaves(node.uuids[2])
+    node.set_fault(None, fault)
+    result = run("clocks", "reset", "--dead-jobs")
+    assert f"{node.uuids[2]}: not reset: no back end" in result.stdout
+    assert (result.exit_code, path.exists()) == (1, True)
+    path.unlink()
+    assert run_well("clocks", "reset", "--dead-jobs").stdout == "There is nothing to reset.\n"
+    assert run("clocks", "reset").exit_code == 1
+
+
+def test_a_command_that_fails_is_said_where_the_ends_of_children_are_ignored(
+    node, tmp_path, monkeypatch
+):
+    site = tmp_path / "site.toml"
+    commands = (
+        'lock_command = ["/bin/false", "{uuid}", "{mhz}"]\nreset_command = ["/bin/false", "{uuid}"]'
+    )
+    site.write_text(
+        f'format = "envpipe-site/1"\n[gpu_control]\nbackends = ["command"]\n{commands}\n'
+    )
+    site.chmod(0o600)
+    monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(site))
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a Perl script may
+    try:
+        result = run("clocks", "reset", "--gpu", "0")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert "not reset: The site's command for NVIDIA A100-SXM4-80GB failed" in result.stdout
+    assert result.exit_code == 1
 
 
 def test_an_epilogue_does_not_go_where_a_lease_of_another_user_says(node, tmp_path):

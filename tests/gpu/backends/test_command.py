@@ -142,6 +142,17 @@ def test_a_failure_says_status_and_the_end_of_what_was_said(script):
         gpu.reset_frequency()
 
 
+def test_a_command_whose_failure_nobody_would_learn_of_is_not_run(script):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a rank's script may
+    try:
+        with pytest.raises(GpuError, match=r"SIGCHLD is ignored.*clocks reset"):
+            script.gpu().reset_frequency()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert not script.log.exists()
+    script.gpu().reset_frequency()
+
+
 def test_a_missing_program_and_one_that_cannot_be_run(script):
     gpu = script.gpu()
     script.path.write_text("no interpreter line")

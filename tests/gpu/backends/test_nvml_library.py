@@ -132,9 +132,9 @@ def test_a_gpu_without_profiles_has_none(profiled, monkeypatch, why):
     assert not state.is_capped
 
 
-def test_an_older_nvidia_ml_py_and_a_gpu_that_tells_nothing(profiled, monkeypatch):
-    monkeypatch.delattr(pynvml, ASKED)
+def test_a_gpu_that_tells_nothing(profiled, monkeypatch):
     nothing = refusing(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    monkeypatch.setattr(pynvml, ASKED, nothing)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetEnforcedPowerLimit", nothing)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementDefaultLimit", nothing)
     state = NvmlGpu(profiled.uuids[0]).power_state()

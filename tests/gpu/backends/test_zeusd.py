@@ -119,7 +119,12 @@ def test_a_socket_of_somebody_else(daemon, monkeypatch):
     [
         (403, {"errors": {"1": "NVML error: no permission"}}, GpuPermissionError, "root"),
         (401, {"error": "Authentication required."}, GpuPermissionError, "ZEUSD_TOKEN"),
-        (404, {"error": "not enabled"}, GpuPermissionError, "--enable gpu-control"),
+        (
+            404,
+            {"error": "not enabled"},
+            GpuPermissionError,
+            "0.5 or newer with --enable gpu-control",
+        ),
         (400, {"errors": {"1": "NVML error: not supported"}}, GpuError, "not supported"),
         (500, {"errors": {"1": "GPU is lost", "2": "x"}}, GpuError, "GPU is lost; x"),
         (500, None, GpuError, "no reason given"),

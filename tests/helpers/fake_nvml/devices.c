@@ -59,6 +59,8 @@ EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, Device *device) {
     uint64_t index = 0;
     if (call.result == SUCCESS)
         while (index < node->num_gpus && strcmp(node->gpus[index].uuid, uuid) != 0) index++;
+    for (uint64_t i = 0; call.result == SUCCESS && i < node->num_gpus; i++)
+        if (node->gpus[i].faults[FAULT_LOST]) call.result = GPU_IS_LOST; /* if any GPU is */
     return found(call, "nvmlDeviceGetHandleByUUID", index, device);
 }
 

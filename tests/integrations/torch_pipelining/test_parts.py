@@ -45,7 +45,9 @@ def stage_of(compute):
         is_first=False,
         is_last=False,
         fwd_cache={0: (outputs, [x])},
-        _retrieve_recv_grads=lambda at: [torch.randn(WIDTH, WIDTH) for _ in outputs],
+        _retrieve_recv_grads=lambda at: [
+            torch.randn(WIDTH, WIDTH) if each.requires_grad else None for each in outputs
+        ],
     )
 
 
@@ -53,18 +55,35 @@ def stage_of(compute):
     ("compute", "why"),
     [
         (lambda of, x: of.norm(of.linear(x) @ of.weight).tanh(), ""),
-        (lambda of, x: of.layer(x[None])[0], ""),
-        (lambda of, x: x @ of.weight + of.apart, ""),
+        (lambda of, x: of.layer(x[None])[0].tanh(), ""),
+        (lambda of, x: x @ of.weight + of.linear.bias, ""),
+        (lambda of, x: x @ of.weight + of.apart, "a weight's gradient has the memory of another"),
+        (lambda of, x: (x + of.apart) @ of.weight, "a weight's gradient has the memory of another"),
         (lambda of, x: (x @ of.weight).tanh() @ of.weight, "a weight is used more than once"),
         (lambda of, x: x @ of.weight + x.tanh() @ of.weight, "a weight is used more than once"),
         (lambda of, x: OwnLinear.apply(x, of.weight), "weights are used by OwnLinearBackward"),
         (lambda of, x: (x @ of.weight, of.apart.tanh()), "its two parts give other bits"),
+        (lambda of, x: (x @ of.weight, x > 0), ""),
+        (lambda of, x: (x @ of.weight).view(-1), "an output is a view"),
         (
             lambda of, x: checkpoint(of.linear, x, use_reentrant=True),
             "torch does not run it in two parts: RuntimeError",
         ),
     ],
-    ids=["linear", "transformer", "added", "twice", "beside", "function", "past", "reentrant"],
+    ids=[
+        "linear",
+        "transformer",
+        "added",
+        "behind",
+        "before",
+        "twice",
+        "beside",
+        "function",
+        "past",
+        "mask",
+        "view",
+        "reentrant",
+    ],
 )
 def test_backwards_that_stay_whole_are_known_by_one_of_them(compute, why):
     """And gradients are as they were, with the graph for the job's own backward."""
@@ -78,7 +97,8 @@ def test_backwards_that_stay_whole_are_known_by_one_of_them(compute, why):
     assert model.weight.grad is given
     assert given.unique().tolist() == [1.0]
     assert [x.grad, model.linear.weight.grad, model.apart.grad] == [None] * 3
-    torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+    learned = [each for each in outputs if each.requires_grad]
+    torch.autograd.backward(learned, [torch.ones_like(each) for each in learned])
 
 
 def test_other_bits_are_noticed(monkeypatch):
@@ -135,6 +155,9 @@ def test_what_is_known_before_a_step():
     assert known_reason([stage]) == ""
     stage.submod.weight.register_post_accumulate_grad_hook(lambda weight: None)
     assert "hooks" in known_reason([stage])
+    stage = stage_of(lambda of, x: of.linear(x))
+    stage.submod.linear.register_full_backward_hook(lambda *_: None)
+    assert "modules have backward hooks" in known_reason([stage])
     stage = stage_of(lambda of, x: of.linear(x))
     stage.dw_builder = lambda: None
     assert "dw_builder" in known_reason([stage])

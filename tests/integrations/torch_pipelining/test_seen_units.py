@@ -126,5 +126,7 @@ def test_a_schedule_with_a_function_of_its_own_keeps_its_order(name):
 def test_a_class_of_ones_own_has_the_order_of_torchs_class_below_it():
     schedule = object.__new__(type("OnesOwn", (Schedule1F1B,), {}))
     schedule._stage = SimpleNamespace(stage_index=1, num_stages=2)
-    schedule._n_microbatches = 4
-    assert torch_order(schedule).stages == builders.one_f_one_b(2, 4).stages
+    schedule._n_microbatches = np.int64(4)  # which no JSON has
+    order = torch_order(schedule)
+    assert order.stages == builders.one_f_one_b(2, 4).stages
+    assert type(order.num_microbatches) is int

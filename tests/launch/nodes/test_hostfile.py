@@ -53,6 +53,7 @@ def test_no_host(tmp_path, text):
                 "node:0", "node:", ":4", "node:4:2", "[node]:4",
                 "[fe80::1", "node:4 slots=4", "[::1]:4 slots=2", "node slots=4 slots=4",
                 "fe80::1", "2001:db8::1:4",  # an address, or one with a number
+                "me@node:2222", "node slots=1000",  # a port, by which 2,222 processes were started
             )
         ),
         ("first:2", "named before, at {path}:1"),

@@ -85,6 +85,12 @@ def test_lines_are_marked_with_their_host(capfdbinary):
     assert err == b"[two] c\n"
 
 
+def test_a_progress_bar_is_printed_as_it_moves(capfdbinary):
+    """It ends no line before all is over: weeks of it were kept in memory, and nothing was seen."""
+    assert run_nodes({"one": sh(r"printf '\r1 %%\r2 %%\r\nend'")}) == 0
+    assert capfdbinary.readouterr().out == b"[one] \r[one] 1 %\r[one] 2 %\r\n[one] end\n"
+
+
 def test_lines_of_nodes_do_not_mix(capfdbinary):
     # Each line comes in pieces, the longer ones in more than one read.
     program = (

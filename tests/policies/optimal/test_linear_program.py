@@ -190,6 +190,15 @@ def test_badly_conditioned_programs_are_solved_too(jobs):
         assert cost_j - relaxed.lower_bound_j <= 6e-4 * (abs(cost_j) + can_save_j), seed
 
 
+def test_numbers_that_overflow_end_the_search():
+    case = Case(1, max_microbatches=4, job=wild_job)
+    tail_s = (1e170,) * case.schedule.num_stages
+    program = DurationProgram(
+        case.schedule, case.program().choices, replace(case.conditions, tail_time_s=tail_s)
+    )
+    assert program.solve(2e170).end_s <= 2e170
+
+
 @pytest.mark.parametrize("unit_j", [1.0, 1e-6])
 @pytest.mark.parametrize("how", ["late", "dear", "unproven", "nothing"])
 def test_a_wrong_answer_is_in_time_and_its_bound_shows_it(monkeypatch, how, unit_j):

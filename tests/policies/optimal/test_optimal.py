@@ -90,3 +90,16 @@ def test_times_that_only_rounding_tells_apart_leave_the_bound_its_digits():
     own, profile, conditions = builders.one_f_one_b(4, 8), profile_of(rows), Conditions((80.0,) * 4)
     plan = Optimizer(own, profile, conditions).plan(all_maximum_s(own, profile, conditions))
     assert plan.energy_lower_bound_j == pytest.approx(plan.cost.energy_j, rel=1e-6)
+
+
+def test_a_bound_that_rounding_leaves_below_nothing_is_none():
+    """Units that take no energy at some clocks, as where a counter stood still."""
+    for seed in range(8):
+        rng = random.Random(seed)
+        curves = {
+            at: {f: (rng.uniform(1, 2), rng.choice([0, 300.0])) for f in (1400, 1200, 1000)}
+            for at in ((0, F), (0, B))
+        }
+        optimizer = Optimizer(builders.gpipe(1, 2), profile_of(curves), Conditions((300.0,)))
+        plan = optimizer.plan(1.3 * optimizer.fastest_s)
+        assert plan.energy_lower_bound_j is None or plan.energy_lower_bound_j > 0, seed

@@ -171,6 +171,16 @@ def test_what_torch_keeps_for_itself_makes_room_but_not_what_it_will_need(driver
     assert (driver.free, driver.cached) == (2 * WHOLE, 0)
 
 
+def test_what_torch_will_need_is_known_though_its_peak_was_reset(driver):
+    """As where memory is watched: by then torch counts from the last unit on."""
+    first, second, _ = devices()
+    share = (lambda: first.share(0, 0, 8), lambda: second.share(0, 1, 8))
+    driver.free, driver.peak = 4 * WHOLE, 4 * WHOLE
+    assert all(len(each) == 2 for each in together(*share))
+    driver.peak, driver.cached = 0, 2 * WHOLE  # all of which it will need
+    assert "0 bytes are left" in str(together(*share))
+
+
 def test_a_number_is_stored_by_the_stream_that_is_current_then(driver, monkeypatch):
     written, status = [], 0
 
@@ -225,7 +235,7 @@ def test_gpus_are_as_near_as_nccl_is_to_want_them(monkeypatch, level, by_nvlink)
     far = {}
     monkeypatch.setattr(cuda_device, "uid_of_cuda_device", {"a": "GPU-a", "b": "GPU-b"}.__getitem__)
     monkeypatch.setattr(nvml, "call_gpu", lambda uid, action, function: function(uid))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uid: uid)
+    monkeypatch.setattr(nvml, "handle_of", lambda uid: uid)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", lambda a, b, how: 0 if by_nvlink else 5)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTopologyCommonAncestor", lambda *two: far[two])
     monkeypatch.setenv("NCCL_P2P_LEVEL", level)

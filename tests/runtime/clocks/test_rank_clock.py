@@ -2,8 +2,11 @@
 
 import logging
 import math
+import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_gpu import FakeGpu, ServedPage, pages_go  # noqa: F401 - a fixture
@@ -13,7 +16,7 @@ from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
-from envpipe_megatron.runtime.clocks import rank_clock
+from envpipe_megatron.runtime.clocks import rank_clock, watch
 from envpipe_megatron.runtime.clocks.rank_clock import (
     RankClock,
     hold_everywhere,
@@ -119,13 +122,41 @@ def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
     assert not clock._watch._thread.is_alive()
 
 
+def test_a_clock_that_something_else_gave_back_is_asked_for_again(guard, gpu, monkeypatch):
+    """As by `nvidia-smi -rgc` where a whole job has one clock."""
+    monkeypatch.setattr(FakeGpu, "drives_hardware", True)
+    monkeypatch.setattr(watch, "_SETTLING_S", 0.0)
+    clock = RankClock(gpu, guarded=True)
+    ask(clock, 1000, 1000)
+    assert gpu.history == [1000]
+    gpu.observed_mhz = 1400
+    for _ in range(3):
+        clock._watch.sample()
+    gpu.observed_mhz = None
+    ask(clock, 1000, 1000)
+    assert gpu.history == [1000, 1000]
+    clock.close()
+
+
+@pytest.fixture
+def real_clock(monkeypatch) -> Callable[..., RankClock]:
+    """Makes the clock of a GPU that counts as a real one, without a guard and a watch."""
+
+    def make(**gpu: Any) -> RankClock:
+        clock = RankClock(FakeGpu(**gpu), guarded=False)
+        monkeypatch.setattr(clock._gpu, "drives_hardware", True)
+        return clock
+
+    return make
+
+
 def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for_long(
-    monkeypatch, caplog
+    real_clock, monkeypatch, caplog
 ):
     monkeypatch.setattr(rank_clock, "_SETTLES_S", 10)
     seen = iter([1000, 1000, 1399])
     monkeypatch.setattr(FakeGpu, "observed_frequency_mhz", property(lambda gpu: next(seen)))
-    late = RankClock(FakeGpu())
+    late = real_clock()
     late.confirm()  # nothing was asked for
     ask(late, 1400)
     late.confirm()
@@ -137,12 +168,12 @@ def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for
 
     monkeypatch.setattr(rank_clock, "_SETTLES_S", 0.02)
     monkeypatch.setattr(FakeGpu, "observed_frequency_mhz", property(lambda gpu: 1100))
-    idle = RankClock(FakeGpu(throttle_reasons=(IDLE,)))
+    idle = real_clock(throttle_reasons=(IDLE,))
     ask(idle, 1400)
     idle.confirm()
     assert caplog.messages == []
 
-    held = RankClock(gpu := FakeGpu(throttle_reasons=("sw_power_cap",)))
+    held = real_clock(throttle_reasons=("sw_power_cap",))
     for clock_mhz in (1400, 1300, 1400):
         ask(held, clock_mhz)
         held.confirm()
@@ -151,10 +182,28 @@ def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for
     (said,) = caplog.messages
     assert "not at 1400 MHz between" in said
     assert "sw_power_cap" in said
-    gpu.error = GpuError("the driver fails")
+    held._gpu.error = GpuError("the driver fails")
     held.request(1000)  # its control has ended, and the GPU is at its default
     held.confirm()
     assert held.error is not None
+
+
+def test_a_driver_that_hangs_holds_up_no_training(real_clock, monkeypatch, caplog):
+    monkeypatch.setattr(rank_clock, "_SETTLES_S", 0.05)
+    comes_back, hangs = threading.Event(), threading.Event()
+
+    def hang(gpu: FakeGpu) -> int:
+        hangs.set()
+        comes_back.wait(60)
+        return 1000
+
+    monkeypatch.setattr(FakeGpu, "observed_frequency_mhz", property(hang))
+    clock = real_clock()
+    ask(clock, 1400)
+    clock.confirm()
+    assert (hangs.is_set(), comes_back.is_set()) == (True, False)
+    comes_back.set()
+    assert caplog.messages == []  # of a clock that was not read, nothing is said
 
 
 def test_a_clock_that_is_held_back_for_the_dwell_time_is_waited_for(guard, monkeypatch, caplog):
@@ -164,6 +213,7 @@ def test_a_clock_that_is_held_back_for_the_dwell_time_is_waited_for(guard, monke
     clock = RankClock(gpu, 0.4, guarded=True)
     ask(clock, 1000, 1400)
     assert gpu.history == [1000]
+    monkeypatch.setattr(gpu, "drives_hardware", True)
     clock.confirm()
     assert (gpu.history, caplog.messages) == ([1000, 1400], [])
     clock.close()

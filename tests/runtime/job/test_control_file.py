@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from itertools import groupby
-from pathlib import Path
 from types import SimpleNamespace
 
 import controlled_ranks
@@ -204,15 +203,6 @@ def test_the_last_wish_that_could_be_read_stays(file, caplog):
     file.path.rmdir()
     replace_files({file.path: ["{}"]})
     look_until(lambda: file.wishes == NO_WISHES)
-
-
-def test_a_job_whose_working_folder_is_gone_has_a_control_file(tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    file = ControlFile(Path("job"), NO_WISHES)
-    file.close()
-    assert file.path == Path("job/control.json")
 
 
 def test_a_disk_that_hangs_holds_up_nobody(tmp_path):

@@ -99,6 +99,27 @@ def test_keys_have_all_that_profile_and_baseline_rest_on(tmp_path):
         assert units["envpipe_power_limit_w"] is None
 
 
+def test_a_script_may_change_its_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = job_folder(Path("out"))
+    folder.append("loop", {"number": 1})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folder.write_plan(planned())
+    folder.append("loop", {"number": 2})
+    folder.close()
+    assert (tmp_path / "out" / "plan.json").exists()
+    assert len((tmp_path / "out" / "loop.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_start_on_a_node_whose_clock_is_behind_is_the_last_one_all_the_same(whole):
+    """Readers take the last label for the last start's."""
+    job = stored(whole)
+    ahead = "2199-01-01T00:00:00.000+00:00"
+    replace(job, starts=(ahead,)).write(whole / "job.json", KEYS)
+    assert job_folder(whole).started == "2199-01-01T00:00:00.001+00:00"
+
+
 @pytest.mark.parametrize("lacks", ["output", "fingerprint"])
 def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_path, lacks):
     given = {"output": tmp_path, "fingerprint": {"layers": 24}, lacks: None}
@@ -316,7 +337,7 @@ def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
 def test_the_second_live_job_of_a_folder_without_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with locked_file(Path(".lock")):
-        assert job_folder(Path()).path == Path("..2")
+        assert job_folder(Path()).path == tmp_path / "..2"
 
 
 def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, caplog):
