@@ -1,6 +1,5 @@
 """What a self-check compares, and what it puts back before an iteration runs again."""
 
-import math
 import sys
 import threading
 from collections import UserDict
@@ -140,65 +139,6 @@ def test_operations_are_counted_once(monkeypatch):
     for _ in range(3):
         iteration.run(run)
     assert (lengths.tolist(), state._flops_seqlen_sum) == ([3.0, 3.0], 5)
-
-
-def outcome(**gradients):
-    from envpipe_megatron.integrations.megatron.self_check import Outcome
-
-    model = torch.nn.Module()
-    for name, gradient in gradients.items():
-        parameter = torch.nn.Parameter(torch.zeros_like(gradient))
-        parameter.grad = gradient
-        model.register_parameter(name, parameter)
-    return Outcome.of([{"loss": torch.tensor(2.0)}], [model])
-
-
-def noisy(gradient, share):
-    return gradient * (1 + share * torch.randn(gradient.shape))
-
-
-def test_equal_is_to_the_last_bit_of_every_gradient():
-    torch.manual_seed(1)
-    one, large = torch.randn(5), torch.randn(70_000)
-    same = outcome(a=one, b=large)
-    assert same.differs_from(outcome(a=one.clone(), b=large.clone())) is None
-    swapped = large.clone()
-    swapped[[9, 60_001]] = swapped[[60_001, 9]]
-    assert same.differs_from(outcome(a=one, b=swapped)) == "gradients of b"
-    assert same.differs_from(outcome(b=large)) == "gradients of a"
-    halves = outcome(a=one.bfloat16())
-    assert halves.differs_from(outcome(a=one.bfloat16())) is None
-
-
-def test_a_stage_without_losses_may_have_another_default_device():
-    from envpipe_megatron.integrations.megatron.self_check import Outcome
-
-    with torch.device("meta"):
-        assert Outcome.of([], []).differs_from(Outcome.of([], [])) is None
-
-
-def test_gradients_that_are_no_numbers_are_seen_wherever_they_are():
-    large = torch.ones(70_000)
-    assert outcome(a=large).finite
-    for number in (math.nan, math.inf):
-        large[12_345] = number
-        assert not outcome(a=large).finite
-
-
-def test_what_is_further_than_chance_is_named():
-    torch.manual_seed(2)
-    weight, nothing = torch.randn(400), 1e-9 * torch.randn(40)
-
-    def run(w):
-        return outcome(w=noisy(w, 1e-4), nothing=1e-9 * torch.randn(40), last=noisy(weight, 1e-4))
-
-    first, again = outcome(w=weight, nothing=nothing, last=weight), run(weight)
-    assert first.noise(again) == pytest.approx(1e-4, rel=0.2)
-    assert first.strays_from(run(weight), again) is None
-    for wrong in (torch.zeros(400), weight * 0.99, torch.full((400,), math.nan)):
-        assert "gradients of w differ" in str(first.strays_from(run(wrong), again))
-    far = outcome(w=noisy(weight, 0.1), nothing=nothing, last=noisy(weight, 0.1))
-    assert "two runs of Megatron's differ" in str(first.strays_from(run(weight), far))
 
 
 def checked_session(num_microbatches: int) -> Any:

@@ -10,16 +10,12 @@ Training goes on from the last run, or from another one of Megatron's if that ma
 
 from __future__ import annotations
 
-import hashlib
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind
@@ -28,17 +24,12 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
 from envpipe_megatron.integrations.megatron.split_backward import waiting_bytes
 from envpipe_megatron.integrations.megatron.work import listed
+from envpipe_megatron.integrations.outcome import Outcome
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.execution.stage_run import Rehearsal
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.stage import device_memory
 
-#: How much further a gradient may be from Megatron's than Megatron's two runs are from each other;
-#: as far apart as the most of their own size, they show nothing.
-_TIMES_AS_MUCH, _MOST_NOISE = 4.0, 1e-2
-#: Elements of a gradient whose differences are looked at; columns of its sums, and elements that
-#: are summed at a time.
-_SAMPLE, _COLUMNS, _SLICE = 4096, 4096, 2**24
 #: A first iteration of mixed precision may overflow: it would show nothing.
 _MOST_TRIES = 20
 #: Of what a microbatch in flight seems to hold, what must be free for each one more.
@@ -103,7 +94,7 @@ class SelfCheck:
 
         memory = _Memory(arguments, self._collectives.stage)
         losses: list[Any] = iteration.run(megatron)
-        first = Outcome.of(losses, chunks)
+        first = _outcome(losses, chunks)
         self._tries += 1
         if not self._collectives.on_all(first.finite):
             if self._tries == _MOST_TRIES:
@@ -112,7 +103,7 @@ class SelfCheck:
                 if self._keep_whole:
                     self._keep_whole(why)
             return losses
-        again, runs = Outcome.of(iteration.run(megatron), chunks), 2
+        again, runs = _outcome(iteration.run(megatron), chunks), 2
         for keep_whole in dict.fromkeys((self._keep_whole, None)):
             split = keep_whole is not None
             order = self._that_fits(own, others, memory, split=split)
@@ -122,7 +113,7 @@ class SelfCheck:
             else:
                 runs, rehearsal = runs + 1, Rehearsal(order, specs)
                 losses = iteration.run(partial(rehearsed, rehearsal))
-                why = self._compared(first, again, Outcome.of(losses, chunks), rehearsal.error)
+                why = self._compared(first, again, _outcome(losses, chunks), rehearsal.error)
             if why is None:
                 how = f"{runs} times{', at last with split backwards' if split else ''}"
                 self._say(
@@ -175,7 +166,7 @@ class SelfCheck:
             return f"{found[1]} of stage {found[0]} differ from Megatron's, which repeats itself"
         found = self._collectives.first(first.strays_from(ours, again))
         if found is not None:
-            return f"{found[1]} of stage {found[0]}"
+            return f"{found[1]}, of stage {found[0]}"
         noise = max(self._collectives.by_stage(first.noise(again), max))
         self._say(
             "self-check: losses and gradients differ from Megatron's no more than those of two "
@@ -184,75 +175,16 @@ class SelfCheck:
         return None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one run of an iteration on this rank.
-
-    Args:
-        digests: of each gradient by its parameter's name, and of the losses.
-        samples: [sample] of each of them on the host, gradients' evenly spaced.
-        finite: whether all gradients are.
-    """
-
-    digests: dict[str, bytes]
-    samples: dict[str, torch.Tensor]
-    finite: bool
-
-    @classmethod
-    def of(cls, losses: Sequence[Any], chunks: Sequence[torch.nn.Module]) -> Outcome:
-        """Read the losses of a run, and the gradients that the model has."""
-        numbers = [
-            value.detach().float().flatten().cpu()
-            for value in tree_leaves(losses)
-            if isinstance(value, torch.Tensor)
-        ]
-        samples = {"losses": torch.cat(numbers) if numbers else torch.zeros(0, device="cpu")}
-        digests = {"losses": samples["losses"].numpy().tobytes()}
-        finite = True
-        for number, chunk in enumerate(chunks):
-            for name, parameter in chunk.named_parameters():
-                gradient = getattr(parameter, "main_grad", None)
-                gradient = parameter.grad if gradient is None else gradient
-                if gradient is not None:
-                    flat = gradient.detach().flatten()
-                    name = f"gradients of {name}" + f", chunk {number}" * (len(chunks) > 1)
-                    digests[name] = _digest(flat)
-                    samples[name] = flat[:: max(1, flat.numel() // _SAMPLE)].float().cpu()
-                    finite = finite and bool(flat.sum(dtype=torch.float32).isfinite())
-        return cls(digests, samples, finite)
-
-    def differs_from(self, other: Outcome) -> str | None:
-        """Return the name of the first that is not the same; None if all are."""
-        names = dict.fromkeys((*self.digests, *other.digests))
-        differ = (n for n in names if self.digests.get(n) != other.digests.get(n))
-        return next(differ, None)
-
-    def noise(self, again: Outcome) -> float:
-        """Return the median of gradients' differences from another run, as shares of their size."""
-        shares = [
-            float((own - again.samples[name]).norm() / own.norm())
-            for name, own in self.samples.items()
-            if own.norm() > 0
-        ]
-        return statistics.median(shares) if shares else 0.0
-
-    def strays_from(self, other: Outcome, again: Outcome) -> str | None:
-        """Name the first that differs from another order's by more than chance; None if none does.
-
-        Chance is its difference from another run of its own, or the median of all of these.
-        """
-        noise = self.noise(again)
-        if not noise <= _MOST_NOISE:
-            return f"gradients of two runs of Megatron's differ by {noise:.1e} of their size, those"
-        for name, own in self.samples.items():
-            by_chance = float((own - again.samples[name]).norm()) + noise * float(own.norm())
-            distance = float((own - other.samples[name]).norm())
-            if not distance <= _TIMES_AS_MUCH * by_chance:  # so for what is no number
-                return (
-                    f"{name} differ from Megatron's by {distance:.1e}, by chance they would by "
-                    f"{by_chance:.1e}, those"
-                )
-        return None
+def _outcome(losses: Sequence[Any], chunks: Sequence[torch.nn.Module]) -> Outcome:
+    """Read the losses of a run, and the gradients that the model has."""
+    gradients = dict[str, torch.Tensor]()
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            gradient = parameter.grad if gradient is None else gradient
+            if gradient is not None:
+                gradients[name + f", chunk {number}" * (len(chunks) > 1)] = gradient
+    return Outcome.of(gradients, losses)
 
 
 class _Memory:
@@ -285,15 +217,3 @@ def _forwards(order: Schedule) -> list[tuple[int, int]]:
     """Return microbatch and chunk of a stage's forwards, in their sequence; all have the same."""
     units = order.stages[0]
     return [(unit.microbatch, unit.chunk) for unit in units if unit.kind is Kind.FORWARD]
-
-
-def _digest(flat: torch.Tensor) -> bytes:
-    """Return a digest of all bits: of their sums along rows and along columns."""
-    types = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    found = hashlib.sha256()
-    for bits in torch.split(flat.view(types[flat.element_size()]), _SLICE):
-        whole = bits.numel() - bits.numel() % _COLUMNS
-        rows = bits[:whole].view(-1, _COLUMNS)
-        for part in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), bits[whole:]):
-            found.update(part.cpu().numpy().tobytes())
-    return found.digest()

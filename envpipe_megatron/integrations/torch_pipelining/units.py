@@ -6,16 +6,15 @@ meet activations for those of weights. That is not the same where a weight is us
 (PyTorch issue 180952), where hooks reduce gradients, or with FSDP, which adds those of weights up
 in the type of parameters. It takes as long as two backwards where weights meet activations in a
 custom or compiled function (issue 166577), or a checkpoint is computed again. So those are looked
-for, and one backward of the job's first step is run both ways, by kernels that are deterministic.
+for, and one backward of the job's first step is run both ways.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,9 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.integrations.framework_units import Reporter, SeenUnit
 from envpipe_megatron.integrations.hooking import replaced
+from envpipe_megatron.integrations.outcome import Outcome
 
-#: Integers as long as a number, to compare bits by.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 #: What a backward is given, in its order; names of the number of a microbatch.
 _ARGUMENTS = "bwd_chunk_id", "loss", "full_backward"
@@ -224,31 +222,42 @@ def seen_reason(stage: Any, microbatch: int | None, loss: torch.Tensor | None) -
         outputs = [loss] if stage.is_last else list(outputs)
         if any(output._is_view() for output in outputs):
             return "an output is a view, which torch cannot detach in place"
-        weights = [weight for weight in stage.submod.parameters() if weight.requires_grad]
+        named = dict(stage.submod.named_parameters())
+        leaves = {name: each for name, each in named.items() if each.requires_grad}
+        weights = list(leaves.values())
         if reason := _reason_of_graph(outputs, inputs, weights):
             return reason
-        leaves = [*weights, *(each for each in inputs if isinstance(each, torch.Tensor))]
+        leaves |= {
+            f"input {at}": each for at, each in enumerate(inputs) if isinstance(each, torch.Tensor)
+        }
 
-        def whole() -> list[int | None]:
+        def outcome() -> Outcome:
+            given = {name: each.grad for name, each in leaves.items() if each.grad is not None}
+            return Outcome.of({name: _local(gradient) for name, gradient in given.items()})
+
+        def whole() -> Outcome:
             ends = [at for at, output in enumerate(outputs) if output.requires_grad]
             given = None if gradients is None else [gradients[at] for at in ends]
-            with _own_gradients(leaves):
+            with _own_gradients(leaves.values()):
                 torch.autograd.backward([outputs[at] for at in ends], given, retain_graph=True)
-                return _digests(leaves)
+                return outcome()
 
-        with _reproducible():
-            with _own_gradients(leaves):
-                # Of copies: torch detaches the outputs that it is given.
-                copies = [output.clone() for output in outputs]
-                _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
-                _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
-                apart = _digests(leaves)
-                found = [*(gradients or ()), *(each.grad for each in leaves)]
-                if _share_memory(found, [each.grad for each in weights]):
-                    return "a weight's gradient has the memory of another gradient"
-            if (once := whole()) != apart:
-                others = "its two parts give" if whole() == once else "each whole one gives"
-                return f"{others} other bits"
+        with _own_gradients(leaves.values()):
+            # Of copies: torch detaches the outputs that it is given.
+            copies = [output.clone() for output in outputs]
+            _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
+            _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
+            apart = outcome()
+            found = [*(gradients or ()), *(each.grad for each in leaves.values())]
+            if _share_memory(found, [each.grad for each in weights]):
+                return "a weight's gradient has the memory of another gradient"
+        once = whole()
+        if differing := once.differs_from(apart):
+            # Kernels such as those of attention add in any order: no two backwards are alike.
+            again = whole()
+            if once.differs_from(again) is None:
+                return f"its two parts give other bits: {differing}"
+            return once.strays_from(apart, again) or ""
     except Exception as error:  # also for want of memory: the job's own backward is to come
         return f"torch does not run it in two parts: {type(error).__name__}"
     return ""
@@ -281,22 +290,7 @@ def _reason_of_graph(outputs: list[Any], inputs: Sequence[Any], weights: list[An
 
 
 @contextlib.contextmanager
-def _reproducible() -> Iterator[None]:
-    """Let kernels give the same bits each time, where they can.
-
-    By default some do not, such as the backward of attention, and no two backwards are alike.
-    """
-    usual = torch.get_deterministic_debug_mode()
-    with warnings.catch_warnings(action="ignore"):
-        torch.set_deterministic_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.set_deterministic_debug_mode(usual)
-
-
-@contextlib.contextmanager
-def _own_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+def _own_gradients(leaves: Collection[torch.Tensor]) -> Iterator[None]:
     """Let leaves have no gradient meanwhile, and their own again behind it."""
     own = [each.grad for each in leaves]
     for leaf in leaves:
@@ -306,13 +300,6 @@ def _own_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in zip(leaves, own, strict=True):
             leaf.grad = gradient
-
-
-def _digests(leaves: Sequence[torch.Tensor]) -> list[int | None]:
-    """Return a sum of each gradient's bits: another copy of all of them may have no memory."""
-    local = [None if leaf.grad is None else _local(leaf.grad) for leaf in leaves]
-    sums = [each if each is None else each.view(_BITS[each.element_size()]).sum() for each in local]
-    return [each if each is None else int(each) for each in sums]
 
 
 def _share_memory(found: Sequence[torch.Tensor | None], of: Sequence[torch.Tensor | None]) -> bool:
