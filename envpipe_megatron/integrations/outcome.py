@@ -63,13 +63,13 @@ class Outcome:
         return next(differ, None)
 
     def noise(self, again: Outcome) -> float:
-        """Return the median of gradients' differences from another run, as shares of their size."""
+        """Return the median of differences from another run, of what differs, as shares of size."""
         shares = [
             float((own - again.samples[name]).norm() / own.norm())
             for name, own in self.samples.items()
             if own.norm() > 0
         ]
-        return statistics.median(shares) if shares else 0.0
+        return statistics.median([share for share in shares if share] or [0.0])
 
     def strays_from(self, other: Outcome, again: Outcome) -> str | None:
         """Say which first differs from another order's by more than chance; None if none does.
