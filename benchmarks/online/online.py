@@ -5,14 +5,17 @@ Run from the checkout:
     python benchmarks/online/online.py                             # some 30 minutes on two cores
     python benchmarks/online/online.py --stages 4 --replicas 1     # some 8 minutes
     python benchmarks/online/online.py chunks --gpu a40
+    python benchmarks/online/online.py work                        # some 8 minutes
     python benchmarks/online/online.py long
 
 GPUs are emulated by presets that were fitted to measurements; a forward takes 30 ms at the highest
 clock, a backward 60 ms, in two parts 60.6 ms. On uneven pipelines the last stage takes a quarter
-longer. `chunks` is what is saved with virtual stages, on Megatron's own order and on any: four
-stages of 120 ms a forward, alike or not, each split evenly. `long` tells whether a job grows, in
-memory, files and threads: there a GPU becomes 5 % slower and recovers again and again, so that
-plans are made, run, kept in the output folder, and dropped.
+longer. `work` has the work of a step vary by a factor for all of it, or for each microbatch, as
+with sequences of all lengths; all GPUs are well, or one becomes 5 % slower. `chunks` is what is
+saved with virtual stages, on Megatron's own order and on any: four stages of 120 ms a forward,
+alike or not, each split evenly. `long` tells whether a job grows, in memory, files and threads:
+there a GPU becomes 5 % slower and recovers again and again, so that plans are made, run, kept in
+the output folder, and dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.job.options import JobOptions
 from job_runs import FAULTS, best_saving, restarts, run_job, scripted, slower
 
-PARTS = ("costs", "faults", "trouble", "noise", "chunks", "long")
+PARTS = ("costs", "faults", "trouble", "noise", "work", "chunks", "long")
 PRESETS = ("a100-sxm", "a40")
 MICROBATCHES = 24
 FORWARD_S = 0.03
@@ -63,6 +66,11 @@ _LATE = 40
 
 #: Shares of units that have a hiccup, on so many replicas and in so many iterations.
 _HICCUPS, _MANY, _NOISY = (0.0, 0.01, 0.05), 16, 160
+
+#: Of `work`: standard deviations of the logarithm of the work of a step and of a microbatch; when a
+#: GPU becomes slower, from when that counts, and iterations.
+_VARIES = ((0.0, 0.0), (0.04, 0.0), (0.08, 0.0), (0.15, 0.0), (0.0, 0.08), (0.0, 0.15))
+_SLOWER, _VARIES_STEADY, _VARIES_ITERATIONS = 100, 120, 420
 
 #: Of `chunks`: iterations, the first that counts as steady, and shares of the longest forward, s.
 _CHUNKS_ITERATIONS, _CHUNKS_STEADY, _CHUNKS_FORWARD_S = 110, 70, 0.12
@@ -189,6 +197,31 @@ def noise_rows() -> Iterator[dict[str, Any]]:
         }
 
 
+def work_rows() -> Iterator[dict[str, Any]]:
+    """What a closed loop does where steps, or microbatches, differ in their work."""
+    preset, steady = load_preset("a100-sxm"), (_VARIES_STEADY, _VARIES_ITERATIONS)
+    for even in (True, False):
+        for work in _VARIES:
+            for slow in (False, True):
+                ran = run_job(
+                    WAYS["closed loop"],
+                    preset,
+                    forward_times_s(4, even=even),
+                    iterations=_VARIES_ITERATIONS,
+                    faults=scripted("slow", _SLOWER, _VARIES_ITERATIONS if slow else 0, 4),
+                    emulated={"work": work},
+                )
+                yield {
+                    "even": even,
+                    "a step's work": f"{work[0]:.0%}",
+                    "a microbatch's": f"{work[1]:.0%}",
+                    "a GPU becomes 5 % slower": slow,
+                    "saved in steady (%)": 100 * ran.saved(*steady),
+                    "mean iteration, longer (%)": 100 * ran.longer(*steady),
+                    "lost before (iterations)": ran.lost(0, _SLOWER),
+                }
+
+
 def chunk_rows(gpu: str) -> Iterator[dict[str, Any]]:
     """One for each number of chunks, kind of stages, and order that may be planned."""
     steady = _CHUNKS_STEADY, _CHUNKS_ITERATIONS
@@ -264,13 +297,14 @@ def main(
     iterations: int,
     output: Path,
 ) -> None:
-    """Run parts, by default all but `chunks` and `long`, and print tables."""
+    """Run parts, by default the first four, and print tables."""
     console = make_console()
     parts: dict[str, Iterator[dict[str, Any]]] = {
         "costs": cost_rows(stages, replicas),
         "faults": fault_rows(),
         "trouble": trouble_rows(),
         "noise": noise_rows(),
+        "work": work_rows(),
         "chunks": chunk_rows(gpu),
         "long": footprints(iterations, every=min(2_000, iterations)),
     }

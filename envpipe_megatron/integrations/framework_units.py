@@ -128,13 +128,13 @@ class UnitFollower:
         if left is not None and self.against is None:
             self._leave(f"This iteration ended before {left}")
         while self.run.next_unit is not None:
-            self.run.whole = self.run.same_work = False
             self.run.unit_ended = None  # memory is not what it was behind each unit
             self.run.begin_unit()
             self.run.end_unit()
 
     def _leave(self, why: str) -> None:
         self.against = why
+        self.run.whole = self.run.same_work = False
         self._warn(why)
 
 

@@ -35,6 +35,8 @@ _FORMS = {
     "nproc_per_node": (r"0*[1-9]\d*|auto|[cgx]pu", "a number from 1, auto, cpu or gpu"),
     "nnodes": (r"0*[1-9]\d*(:0*[1-9]\d*)?", "a number from 1, or least:most"),
 }
+#: What every node calls itself.
+_ITSELF = re.compile(r"localhost(\.localdomain)?|127(\.\d+){3}|::1", re.IGNORECASE)
 
 #: A value, and its origin: `hostfile`, `default`, or the name of a variable.
 _Found = tuple[str, str]
@@ -192,7 +194,8 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
 
     A host's node rank is its place in the file; its slots are the number of processes, unless
     `--nproc-per-node` is given. The first host is the master, unless there is another. Raises
-    EnvPipeError if other options contradict the hosts, or one has no number of processes.
+    EnvPipeError if other options contradict the hosts, one has no number of processes, or others
+    cannot find the master by its name.
     """
     given = _given(line)
     for option, contradicts in (
@@ -225,6 +228,14 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
                 remedy="Write host slots=N, or give --nproc-per-node.",
             )
         made.append(completed(found))
+    master, origin = made[0].settings.get("--master-addr", ("", ""))
+    if _ITSELF.fullmatch(master) and not all(_ITSELF.fullmatch(host.name) for host in hosts[1:]):
+        raise EnvPipeError(
+            f"Each host would look for the first one on itself, by --master-addr of {origin}",
+            value=master,
+            remedy="Begin the hostfile with the name by which others know it, or give "
+            "--master-addr.",
+        )
     return tuple(made)
 
 

@@ -215,6 +215,11 @@ class Window:
         known = np.isfinite(self._steps_s)
         return np.asarray(self._steps_s[known] if known.any() else self.last_s[0].max(axis=0))
 
+    def even_steps_s(self, work: float) -> FloatArray:
+        """Return `steps_s` as they would be at the usual work; the window had `work` times that."""
+        known = np.isfinite(self._steps_s)
+        return self.steps_s / (work * self.work[known if known.any() else slice(None)])
+
     @property
     def followed(self) -> bool:
         """True if any iteration followed another."""
@@ -225,16 +230,27 @@ class Window:
         steps = np.concatenate([stage.steps_s for stage in self.stages])
         return np.asarray(np.median(steps, axis=0))
 
+    @property
+    def work(self) -> FloatArray:
+        """Return the work of each iteration, as a multiple of the usual one's, [iterations].
+
+        By how much units of all stages took longer together; 1 where replicas do not agree.
+        """
+        busy_s = np.sum([of.ends_s - of.waits_s.sum(axis=2) for of in self.stages], axis=0)
+        work = busy_s / np.median(busy_s, axis=1, keepdims=True)
+        return np.asarray(np.clip(1.0, work.min(axis=0), work.max(axis=0)))
+
     def own_s(self, tail_s: FloatArray) -> FloatArray:
         """Return how long each pipeline takes, [replicas], to the end of its last tail."""
         ends = np.array([np.median(stage.ends_s, axis=1) for stage in self.stages])
         return np.asarray((ends + tail_s[:, None]).max(axis=0))
 
     def own_error(self, tail_s: FloatArray) -> float:
-        """Return the standard error of `own_s`, as a share, by how iterations differ."""
+        """Return the standard error of `own_s`, as a share, by how iterations scatter."""
         own_s = np.array(
             [stage.ends_s + tail for stage, tail in zip(self.stages, tail_s, strict=True)]
         ).max(0)
+        own_s /= self.work
         usual_s = np.median(own_s, axis=1, keepdims=True)
         return median_error(float(np.median(np.abs(own_s / usual_s - 1))), own_s.shape[1])
 

@@ -102,7 +102,7 @@ class Controller:
             drift = larger((yield from self._look_at_the_top()), drift)
             due.looked(calm=not drift.any())
         if self._harmed():
-            yield from self._out_of_harm(window, what_drifted(drift, window), drift)
+            yield from self._out_of_harm(what_drifted(drift, window), drift)
         elif correcting:  # what drifted is in the next plan
             if not self._planner.busy:
                 self._replan(reorder=False)
@@ -129,12 +129,12 @@ class Controller:
         window = yield self._commands.make(Phase.STEADY, 1, 0, looking, which)
         return self._learn_usual(looking, which, window)
 
-    def _out_of_harm(self, window: Window, why: str, drift: FloatArray) -> Run[None]:
+    def _out_of_harm(self, why: str, drift: FloatArray) -> Run[None]:
         """Run the framework's order at the highest clocks, until there is another plan."""
         own_s, judge = self._own_predicted_s(), self._judge
         late = judge.late(own_s)
         error = self._prediction_error(self._planner.repriced(self.plan))
-        self._commands.bill["late"] = judge.blame(window, own_s, error, why)
+        self._commands.bill["late"] = judge.blame(judge.latest_s, own_s, error, why)
         self._due.looked(calm=False)
         self._commands.note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
@@ -181,7 +181,7 @@ class Controller:
         self._budget.compare(window, self._replicas.power_w)
         if drift.any():  # what steps took before says nothing of today
             self._judge.begin()
-        self._judge.add(window)
+        self._judge.add(window.even_steps_s(self._store.work.now))
         self._due.windows += 1
         return window, drift
 
@@ -232,7 +232,8 @@ class Controller:
 
     def _measured_baseline(self, window: Window) -> None:
         self._compare(window, alike=True)
-        self._judge.add_baseline(window, self._own_predicted_s())
+        steps_s = window.even_steps_s(self._store.work.now)
+        self._judge.add_baseline(steps_s, self._own_predicted_s())
         self._due.baseline_at = self._due.windows
         if not math.isnan(window.power_w):
             self._budget.own_w = window.power_w

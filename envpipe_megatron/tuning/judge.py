@@ -99,6 +99,7 @@ class Judge:
         allowed: how many times as long as the framework's own order they may last.
         faster: by which share plans are to be made faster than what is asked, for they turned out
             slower.
+        latest_s: steps of a plan that were added last.
     """
 
     def __init__(self, allowed: float) -> None:
@@ -106,7 +107,7 @@ class Judge:
         self._baseline = Steps(_KEPT_BASELINE)
         #: Since the plan that runs was swapped in.
         self._steps = Steps()
-        self._latest_s = 0.0
+        self.latest_s: FloatArray = np.zeros(0)
         self.faster = 0.0
         #: Steps that lasted longer than they may, by how much, s, and the longest's share.
         self._harm = 0, 0.0, 0.0
@@ -120,16 +121,16 @@ class Judge:
         """Forget the steps so far: another plan runs, or the same one elsewhere."""
         self._steps = Steps()
 
-    def add_baseline(self, window: Window, predicted_s: float, *, anew: bool = False) -> None:
+    def add_baseline(self, steps_s: FloatArray, predicted_s: float, *, anew: bool = False) -> None:
         """Take in the framework's own order; `anew`: what it took before does not count."""
         if anew:
             self._baseline = Steps(_KEPT_BASELINE)
-        self._baseline.add(window.steps_s / predicted_s)
+        self._baseline.add(steps_s / predicted_s)
 
-    def add(self, window: Window) -> None:
-        """Take in a window of a plan."""
-        self._steps.add(window.steps_s)
-        self._latest_s = float(np.median(window.steps_s))
+    def add(self, steps_s: FloatArray) -> None:
+        """Take in steps of a window of a plan."""
+        self._steps.add(steps_s)
+        self.latest_s = steps_s
 
     def _own_s(self, predicted_s: float) -> float:
         """Return the time of the framework's own order today, if what is known predicts so much."""
@@ -147,12 +148,12 @@ class Judge:
         Args:
             own_s: what is predicted of that, by what is known of units.
         """
-        return self._latest_s / self._own_s(own_s) - 1
+        return float(np.median(self.latest_s)) / self._own_s(own_s) - 1
 
     def harmed(self, own_s: float) -> bool:
         """True if steps last longer than they may; `own_s` as for `late`."""
         allowed_s = self._own_s(own_s) * self.allowed
-        steps, latest_s = self._steps, self._latest_s
+        steps, latest_s = self._steps, float(np.median(self.latest_s))
         for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):
             noise = 2 * float(np.hypot(steps.error(count), self._own_error))
             if median_s > allowed_s * (1 + noise):
@@ -169,16 +170,16 @@ class Judge:
         error = self._own_error * float(np.sqrt(1 + len(self._baseline) / len(self._steps)))
         return self.gain() > max(_LEAST_GAIN, 2 * error)
 
-    def blame(self, window: Window, own_s: float, error: float, why: str) -> str:
+    def blame(self, steps_s: FloatArray, own_s: float, error: float, why: str) -> str:
         """Take in harm; what the bill says.
 
         Args:
-            window: of the plan; `own_s` as for `late`.
+            steps_s: `latest_s` of then; `own_s` as for `late`.
             error: by which share it lasted longer than what its units took explains.
             why: what is known of it.
         """
         self.faster = min(_MOST_FASTER, self.faster + max(0.0, error))
-        steps_s, allowed_s = window.steps_s, self._own_s(own_s) * self.allowed
+        allowed_s = self._own_s(own_s) * self.allowed
         steps, lost_s, worst = self._harm
         lost_s += max(float((steps_s - allowed_s).sum()), 0.0)
         worst = max(worst, float(steps_s.max()) / allowed_s - 1)

@@ -60,10 +60,10 @@ class ShortestOrder:
             changed |= bool(drift.any())
             slow = ""
             if self._order is not self._own:
-                self._judge.add(window)
+                self._judge.add(window.steps_s)
                 slow = what_drifted(drift, window) if self._judge.harmed(1.0) else ""
             if slow or self._since_baseline >= BASELINE_EVERY:
-                yield from self._look(window, slow)
+                yield from self._look(slow)
             due = self._until_plan <= 0 and not self._planner.busy
             if due and (changed or self._order is self._own):
                 changed = False
@@ -99,18 +99,19 @@ class ShortestOrder:
         elif plans and self._order is self._own:
             yield from self._stay("no other is predicted to take less time")
 
-    def _look(self, window: Window, slow: str) -> Run[None]:
+    def _look(self, slow: str) -> Run[None]:
         """Hold what runs against the framework's order again; `slow` is why steps are, if so."""
         if self.plan is None:
             yield from self._at_own()
             return
+        steps_s = self._judge.latest_s
         if slow:
             late = 100 * self._judge.late(1.0)
             self._commands.note(f"{slow}, and steps {late:+.1f} %: the framework's order")
         if why := (yield from self._try(self.plan)):
             self._order = self._own  # also for want of memory
             if slow:
-                self._commands.bill["late"] = self._judge.blame(window, 1.0, 0.0, slow)
+                self._commands.bill["late"] = self._judge.blame(steps_s, 1.0, 0.0, slow)
             yield from self._stay(f"the planned order is not faster any more ({why})")
 
     def _try(self, plan: Plan) -> Run[str]:
@@ -134,7 +135,7 @@ class ShortestOrder:
         for iterations in _TRIED:
             settle = int(judge.begins)
             window, _ = yield from self._run_order(Phase.RECONFIGURE, tried, iterations, settle)
-            judge.add(window)
+            judge.add(window.steps_s)
             if judge.harmed(1.0):
                 break
             after_s = yield from self._at_own()
@@ -192,6 +193,6 @@ class ShortestOrder:
     def _at_own(self, *, anew: bool = False) -> Run[float]:
         """Run a window of the framework's order, for the baseline; what a step took, s."""
         window, _ = yield from self._run_order(Phase.BASELINE, self._own)
-        self._judge.add_baseline(window, 1.0, anew=anew)
+        self._judge.add_baseline(window.steps_s, 1.0, anew=anew)
         self._since_baseline = 0
         return float(np.median(window.steps_s))

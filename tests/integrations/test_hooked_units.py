@@ -119,6 +119,20 @@ def test_a_unit_that_begins_within_another_is_followed_no_more():
     assert run.next_unit is None
 
 
+@pytest.mark.parametrize("letters", ["F", "FF", "FBF", "FBFBF"])
+def test_a_step_of_more_or_fewer_units_is_no_step_of_its_phase(letters):
+    """More of them would make it seem slow, and take more energy."""
+    session: Any = Session()
+    run = session.open_iteration(builders.one_f_one_b(1, 2), None)
+    run.whole = run.same_work = True
+    followed = UnitFollower(run, session.highest_clock)
+    for letter in letters:
+        followed.begin(SeenUnit(Kind.FORWARD if letter == "F" else Kind.BACKWARD))
+        followed.end()
+    followed.complete()
+    assert (run.whole, run.same_work) == (False, False)
+
+
 def test_an_end_that_nobody_began_is_none():
     session: Any = Session()
     run = session.open_iteration(builders.one_f_one_b(1, 1), None)

@@ -321,7 +321,7 @@ def test_a_job_checks_what_its_table_says_and_split_backwards(monkeypatch, check
     monkeypatch.setattr(module, "orders_to_try", lambda args, model, count, regroups: orders)
     training, (job,), _ = begin(module.Training)
     job.session.may_split = may_split
-    training._args, training._checked = None, checked
+    training._args, training._checked = SimpleNamespace(seq_length=8), checked
     training._microbatches, training._model = 4, []
     check = training._make_replacement(dict)._check
     if not checked and not may_split:

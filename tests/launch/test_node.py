@@ -97,7 +97,8 @@ def test_a_nodes_settings_and_torchruns_environment(
 
     def meanwhile(arguments: object, environment: dict[str, str], signals: Signals) -> None:
         given.append((arguments, signals.until_stdin_ends))
-        assert list(environment) == ["ENVPIPE_AGENT_SOCKET", "ENVPIPE_JOB_NAME"]
+        own = {"ENVPIPE_AGENT_SOCKET", "ENVPIPE_JOB_NAME"}
+        assert environment.keys() == {*os.environ, *own}
         assert environment["ENVPIPE_JOB_NAME"] == settings.get("job_name", "")
 
     monkeypatch.setattr(prometheus, "serve_metrics", serve)

@@ -131,6 +131,8 @@ def make_recorder() -> Any:
             print(f"\nbridge_run: evaluation {json.dumps(losses)}")
 
         def on_train_end(self, context: Any) -> None:
+            operations = context.state.train_state.floating_point_operations_so_far
+            print(f"\nbridge_run: operations {operations}")
             cpu_run.tell(context.model)
 
     return Recorder()

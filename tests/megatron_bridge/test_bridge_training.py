@@ -146,8 +146,9 @@ def _alternating(schedule, folder):
 def test_without_the_callback_nothing_of_envpipe_is_imported(train):
     stock = train(PP2)
     assert not stock.imported
-    # There is something to compare: steps, two evaluations in training and one after, weights.
-    assert [len(rank) for rank in stock.computed] == [ITERATIONS + 3 + 1] * 2
+    # There is something to compare: steps, two evaluations in training and one after, operations,
+    # weights.
+    assert [len(rank) for rank in stock.computed] == [ITERATIONS + 3 + 2] * 2
 
 
 @pytest.mark.parametrize(

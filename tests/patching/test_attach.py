@@ -149,3 +149,4 @@ def test_a_fork_takes_a_tag_and_no_checkout_is_told(start, checkout, tmp_path):
     assert json.loads(said.stdout)["chosen"] == "hooked"
     write_tree(tmp_path, {"train.py": SCRIPT})
     assert "This is no checkout of a supported project" in start("train.py").stderr
+    assert "there is no script trian.py" in start("trian.py").stderr

@@ -53,7 +53,7 @@ from envpipe_megatron.runtime.clocks.latency import measure_latency as measure
     "--clocks",
     type=COUNTS,
     metavar="MHZ,MHZ[,...]",
-    help="Changed between every two of them. Default: near all, 3/4 and 1/2 of the highest.",
+    help="Changed between every two of them. Default: near the highest, 3/4 and 1/2 of it.",
 )
 @click.option("--repeats", default=20, show_default=True, type=click.IntRange(1))
 @click.option("--output", type=OUTPUT_FILE, help="A JSON file for the results.")

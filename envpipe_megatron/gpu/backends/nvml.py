@@ -67,8 +67,8 @@ class NvmlGpu(VendorGpu):
     reset leaves `reset_range_mhz`, None for the driver's default. A call is over when the driver
     has taken it, also for a process that is killed in it: nothing takes effect late. Raises
     GpuError if NVML sees no such GPU, or it cannot be read. Where the driver lists no clocks (WSL,
-    boards with one memory for CPU and GPU), `supported_frequencies_mhz` has the highest or the
-    present one, and none is to be locked: see `obstacle`.
+    boards with one memory for CPU and GPU) or fails to, `supported_frequencies_mhz` has the highest
+    or the present one, and none is to be locked: see `obstacle`.
     """
 
     backend = "nvml"
@@ -80,7 +80,7 @@ class NvmlGpu(VendorGpu):
         self._unlisted: GpuError | None = None
         try:
             self.supported_frequencies_mhz = self._read_supported()
-        except GpuNotSupportedError as error:
+        except GpuError as error:
             self._unlisted = GpuNotSupportedError(
                 f"{self.name} lists no SM clocks to choose from: {error.what}",
                 value=uid,

@@ -234,6 +234,9 @@ class AttachedPipeline(LeveledJob):
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step by torch, and compare its units with the order that the schedule names."""
         seen, self._units.seen = UnitRecorder(), set()
+        if self._units.why_whole is not None and (why := known_reason(self._stages)):
+            # Of what was wrapped behind `attach`.
+            self._units.why_whole = dict.fromkeys(range(len(self._stages)), why)
         self._units.reporter = seen
         try:
             result = self._torch_step(*args, **kwargs)

@@ -158,10 +158,17 @@ class Runner:
     def _runtime_of(self, order: Schedule) -> Any:
         """Return the runtime with the table of an order; the stages are prepared by then."""
         if self._runtime is None:
+            stages = stages_of(self._schedule)
+            ranks = stages[0].stage_index_to_group_rank
             self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
-                stages_of(self._schedule),
+                stages,
                 self._own.num_microbatches,
                 loss_fn=self._schedule._loss_fn,
+            )
+            for stage in stages:  # torch has put them as if they did not lie in a V
+                stage.stage_index_to_group_rank = ranks
+            self._runtime._backward_requires_autograd = getattr(
+                self._schedule, "_backward_requires_autograd", True
             )
             self._runtime._stages_forward_initialized = True
             self._runtime._stages_backward_initialized = True

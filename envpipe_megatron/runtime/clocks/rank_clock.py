@@ -153,12 +153,14 @@ class RankClock:
         """Set the clock once the GPU has come to here, or so long after; returns at once.
 
         Here is behind all that the current stream holds. Called by one thread. What it returns of a
-        request with a delay is to be called where the GPU may not wait for any longer.
+        request with a delay is to be called where the GPU may not wait for any longer. The clock of
+        the last request is not asked for again, unless something else has undone that.
         """
         if self.given_back:
             frequency_mhz = GIVEN_BACK
+        again = self.repeats or (self._watch is not None and self._watch.was_undone())
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
-        if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
+        if (frequency_mhz == self._asked_mhz and not again) or self._error is not None:
             return None
         self._asked_mhz, self._waited_for = frequency_mhz, False
         number = self.page.ask(frequency_mhz, delay_s or 0.0)

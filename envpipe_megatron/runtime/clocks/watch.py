@@ -26,6 +26,8 @@ TOLERANCE_MHZ = 15
 #: followed.
 _WARN_SHARE = 0.05
 _WARN_SAMPLES = 10
+#: After so many looks above the request in a row, something else has undone it.
+_UNDONE_LOOKS = 3
 #: Most states of power profiles and limits that are kept, and that a warning names.
 _MOST_POWER_STATES, _MOST_SAID = 50, 3
 #: How often to look, s: a look may take milliseconds, and each samples one instant; and how often a
@@ -61,6 +63,8 @@ class ClockWatch:
         self._judged: Counter[ClockState] = Counter()
         #: The judged looks that `held_back` has taken in.
         self._taken_in: Counter[ClockState] = Counter()
+        #: Judged looks above the request since the last one that was not, or `was_undone`.
+        self._above = 0
         self._begin_s = self._power_due_s = time.monotonic()
         #: When power profiles and limits were seen to be others, in s from the begin, and the last.
         self._power: list[tuple[float, PowerState]] = []
@@ -86,6 +90,13 @@ class ClockWatch:
                 self._see_power(begin_s, self._gpu.power_state())
         except Exception as error:  # a driver may fail in any way; training must go on
             self._error = self._error or error
+
+    def was_undone(self) -> bool:
+        """Return whether something else has undone the request since the last call."""
+        undone = self._above >= _UNDONE_LOOKS
+        if undone:
+            self._above = 0
+        return undone
 
     def held_back(self) -> str:
         """Say what held the clock below its requests or changed since the last call."""
@@ -162,6 +173,7 @@ class ClockWatch:
             self._reasons.update(state.throttle_reasons)
             if judged:
                 self._judged[replace(state, power_limit_w=None)] += 1
+                self._above = self._above + 1 if _excess_mhz(state) > TOLERANCE_MHZ else 0
 
     def _see_power(self, time_s: float, state: PowerState) -> None:
         with self._lock:
@@ -205,8 +217,12 @@ def _sides(judged: Counter[ClockState]) -> tuple[Counter[int], Counter[str]]:
     sides: Counter[int] = Counter()
     below: Counter[str] = Counter()
     for state, count in judged.items():
-        excess_mhz = state.observed_mhz - (state.requested_mhz or 0)
+        excess_mhz = _excess_mhz(state)
         side = (excess_mhz > TOLERANCE_MHZ) - (excess_mhz < -TOLERANCE_MHZ)
         sides[side] += count
         below.update(dict.fromkeys(state.throttle_reasons if side < 0 else (), count))
     return sides, below
+
+
+def _excess_mhz(state: ClockState) -> int:
+    return state.observed_mhz - (state.requested_mhz or 0)

@@ -8,7 +8,6 @@ limit at the high ones only, which the clocks measured by then show.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,6 +25,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.tuning.commands import Clocked, Window, tail_times_s
 from envpipe_megatron.tuning.measured.fit import Lateness, Point, Times
 from envpipe_megatron.tuning.measured.powers import WAITING, Powers
+from envpipe_megatron.tuning.measured.work import Work
 
 #: What meters said counts this much less after something has changed. If all of it counts on, an
 #: iteration under a power cap lasts 8.5 % longer.
@@ -33,8 +33,6 @@ _KEEPS = 0.1
 #: A clock at which units last no longer than this many times as long as at the highest slows none.
 #: Without it a job whose clock was stuck loses 11 iterations more.
 _NO_SLOWER = 1.01
-#: Iterations of one order that show how they differ as a whole, and windows that are kept.
-_TELLS_COMMON, _KEPT_COMMON = 3, 9
 #: A unit that takes less than this share of what is known did not run. Without it a job of which
 #: one look does not run whole, and does not say so, saves 2.5 points less.
 _IMPLAUSIBLE = 0.3
@@ -63,8 +61,7 @@ class Store:
         #: [num_stages] whether clocks have ceased to mean what they did. Then those that slow
         #: nothing are left out of profiles: some day they may mean something again.
         self.drifted_far: BoolArray = np.zeros(num_stages, dtype=bool)
-        #: By which share iterations differ as a whole, in the latest windows.
-        self._common: deque[float] = deque(maxlen=_KEPT_COMMON)
+        self.work = Work()
         #: [num_stages] whether units of the last window were too fast to be true.
         self._refused: BoolArray = np.zeros(num_stages, dtype=bool)
         self.facts = replace(facts, num_chunks=num_chunks)
@@ -177,10 +174,14 @@ class Store:
         timeline = Timeline(schedule, measured_s, self.facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
         asked = clocked.asked_s(timeline, fresh=fresh)
-        common = self._common_error(window)
         clean = self.lateness.at_their_clock(asked, timeline) & ~odd
         keys = self.keys(schedule)
-        drifted = np.zeros(len(self.tail_s))
+        before = clean & self._was_measured(keys, frequency_mhz)
+        common = self.work.learn(window, self.tail_s, measured_s, known_s, before)
+        for times in self._times:
+            times.move(np.full_like(self.clocks_mhz, self.work.grown))
+        measured_s = measured_s / self.work.now
+        drifted = np.full(len(self.tail_s), self.work.grown - 1)
         seen, changed, before_s = set(np.unique(keys[keys >= 0]).tolist()), set[int](), self.time_s
         for key in sorted(seen):
             stage = key // (len(self.kinds) * self.schedule.num_chunks)
@@ -332,13 +333,13 @@ class Store:
             lowest = min(lowest, float(self.clocks_mhz[energy_j.argmin()]))
         return lowest
 
-    def _common_error(self, window: Window) -> float:
-        """Return by which share all units of a window may be off together: heat, hosts, network."""
-        count = window.num_iterations
-        if count >= _TELLS_COMMON:
-            self._common.append(window.own_error(self.tail_s) * float(np.sqrt(count)))
-        # A window in which something changed differs in itself, and shows nothing.
-        return float(np.median(self._common or 0.0) / np.sqrt(count))
+    def _was_measured(self, keys: IntArray, clocks_mhz: IntArray) -> BoolArray:
+        """Return which units were measured at clocks, both [..., num_stages, units_per_stage]."""
+        was_measured = np.zeros(clocks_mhz.shape, dtype=bool)
+        for key in np.unique(keys[keys >= 0]):
+            there = keys == key
+            was_measured[..., there] = np.isin(clocks_mhz[..., there], [*self._times[key].points])
+        return was_measured
 
     def _learn_tails(self, window: Window) -> None:
         ends_s, steps_s = window.last_s
@@ -350,10 +351,10 @@ class Store:
         self, clocked: Clocked, timeline: Timeline, asked: FloatArray, odd: BoolArray
     ) -> None:
         """Learn from clocks that were both measured: a model errs by as much as it would show."""
-        now_mhz, keys, known = clocked.frequency_mhz, self.keys(clocked.schedule), ~odd
+        now_mhz, keys = clocked.frequency_mhz, self.keys(clocked.schedule)
         before_mhz = np.roll(now_mhz, 1, axis=1)
-        for key in np.unique(keys[keys >= 0]):
-            measured, there = [*self._times[key].points], keys == key
-            known[there] &= np.isin([now_mhz[there], before_mhz[there]], measured).all(axis=0)
-        own_s, old_s = (self.durations_s(clocked.schedule, mhz) for mhz in (now_mhz, before_mhz))
+        known = ~odd & self._was_measured(keys, np.stack([now_mhz, before_mhz])).all(axis=0)
+        own_s, old_s = (
+            self.work.now * self.durations_s(clocked.schedule, mhz) for mhz in (now_mhz, before_mhz)
+        )
         self.lateness.learn(own_s, old_s, timeline, asked, known)

@@ -9,7 +9,7 @@ import pytest
 from fake_nvml.models import MODELS
 
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
-from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuNotSupportedError
+from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuError, GpuNotSupportedError
 from envpipe_megatron.gpu.control import choose_for
 from envpipe_megatron.gpu.registry import Driver, list_gpus, open_gpu
 
@@ -96,6 +96,21 @@ def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypat
         assert "lists no SM clocks" in chosen.warning
     assert "lists no SM clocks" in str(NvmlGpu(uid).obstacle())
     assert node.changes() == []
+
+
+@pytest.mark.parametrize("name", ["NOT_FOUND", "UNKNOWN", "NO_PERMISSION"])
+def test_a_gpu_that_fails_to_list_its_clocks_is_metered(node, monkeypatch, name):
+    def fail(*arguments):
+        raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{name}"))
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedGraphicsClocks", fail)
+    uid = node.uuids[0]
+    chosen = choose_for(uid, "nvml", one_clock=False)
+    assert "lists no SM clocks to choose from: Cannot read the SM clocks" in chosen.warning
+    assert open_gpu(GpuAddress("none", uid)).read_energy().energy_j > 0
+    node.set_fault(uid, "lost")
+    with pytest.raises(GpuError, match="lost"):
+        NvmlGpu(uid)
 
 
 def test_clock_reasons_and_limit_are_told_apart(node):

@@ -9,7 +9,9 @@ from functools import partial
 
 import numpy as np
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import SPLIT, Kind
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, PowerState
 from envpipe_megatron.gpu.emulated.store import EmulatedState, tick_number
 from envpipe_megatron.gpu.presets import GpuPreset, times_by_kind_s
@@ -183,6 +185,8 @@ class Pipelines:
         faults: what is the matter in which iteration.
         hiccups: share of units that take 10 ms longer.
         scatter: standard deviation of the time of a unit, as a share of it.
+        work: standard deviation of the logarithm of the work of an iteration of a pipeline, and of
+            that of a microbatch: the same in two runs, as that of the same data.
         wait_follows: share of the power of waiting at the highest clock that follows the clock.
         tail_s: what the last stage does after its last unit.
         seed: of hiccups and scatter.
@@ -198,6 +202,7 @@ class Pipelines:
         faults: Faults = lambda iteration: {},
         hiccups: float = 0.0,
         scatter: float = 0.0,
+        work: tuple[float, float] = (0.0, 0.0),
         wait_follows: float = 0.0,
         tail_s: float = 0.0,
         seed: int = 7,
@@ -215,6 +220,7 @@ class Pipelines:
         ]
         self._faults, self._hiccups, self._scatter = faults, hiccups, scatter
         self._tail_s, self._random = tail_s, np.random.default_rng(seed)
+        self._work, self._seed = work, seed
         self.iterations: list[Iteration] = []
         #: After how many waits that were parked in a unit began at its own clock, and did not.
         self.parked: Counter[bool] = Counter()
@@ -229,13 +235,16 @@ class Pipelines:
     def run(self, orders: Sequence[IterationOrder]) -> list[list[StageRecord]]:
         """Run an iteration, an order for each replica; the records of [replicas][stages]."""
         now = self._faults(self.begun)
+        work = np.random.default_rng([self._seed, self.begun])
         self.begun += 1
         before_j, begin_s = self.energy_j, self.gpus[0][0].state.end_s
         made, ends_s = [], []
         for replica, (gpus, order) in enumerate(zip(self.gpus, orders, strict=True)):
             for stage, gpu in enumerate(gpus):
                 gpu.conditions = now.get((replica, stage), Conditions())
-            starts, ends = self._run_replica(gpus, order, begin_s)
+            starts, ends = self._run_replica(
+                gpus, order, begin_s, self._drawn(work, order.schedule)
+            )
             made.append((starts, ends))
             ends_s.append(max(*map(max, ends), ends[-1][-1] + self._tail_s))
         latest_s = max(ends_s)
@@ -259,8 +268,20 @@ class Pipelines:
             for gpus, times in zip(self.gpus, made, strict=True)
         ]
 
+    def _drawn(self, random: np.random.Generator, schedule: Schedule) -> FloatArray:
+        """The work of each unit of an iteration, as a multiple of the usual one."""
+        of_iteration, each = self._work
+        of_microbatch = each * random.standard_normal(schedule.num_microbatches)
+        logarithms = of_iteration * random.standard_normal() + of_microbatch
+        places = [unit.microbatch for units in schedule.stages for unit in units]
+        return np.exp(logarithms)[places]
+
     def _run_replica(
-        self, gpus: Sequence[MemoryGpu], order: IterationOrder, begin_s: float
+        self,
+        gpus: Sequence[MemoryGpu],
+        order: IterationOrder,
+        begin_s: float,
+        work: FloatArray,
     ) -> tuple[list[list[float]], list[list[float]]]:
         schedule = order.schedule
         width = schedule.units_per_stage
@@ -273,7 +294,7 @@ class Pipelines:
         for gpu, own in zip(gpus, clocks, strict=True):
             gpu.request(own[0])
         late = self._random.random(schedule.num_units) < self._hiccups
-        scattered = 1 + self._scatter * self._random.standard_normal(schedule.num_units)
+        scattered = work * (1 + self._scatter * self._random.standard_normal(schedule.num_units))
         for node in schedule.topological_order:
             stage, position = divmod(node, width)
             source, gpu = cross[node], gpus[stage]

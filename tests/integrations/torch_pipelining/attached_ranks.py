@@ -253,10 +253,37 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, str, list[str]
     return facts, refused, levels
 
 
-def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[bytes]]:
-    """The bits of losses and gradients of a step in torch's own order, and in each of others."""
+def wrap_behind_attach(rank: int, case: Case, root: Path) -> Sequence[str]:
+    """The notes of a job whose stages are wrapped between `attach` and the first step."""
+    emulate(rank, case, root)
+    schedule, _ = make(case, rank, dist.get_world_size())
+    pipeline = attach(schedule, say=lambda text: None)
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    for stage in orders.stages_of(schedule):
+        stage.submod = DistributedDataParallel(stage.submod, process_group=groups[rank])
+    step_of_ones(schedule, case, rank)
+    notes: Sequence[str] = pipeline.session.state.notes
+    pipeline.end_training()
+    return notes
+
+
+def run_orders(
+    rank: int, case: Case, tables: Sequence[Schedule], refused: bool = False
+) -> list[list[bytes]]:
+    """The bits of losses and gradients of a step in torch's own order, and in each of others.
+
+    `refused`: torch has refused the first of these before.
+    """
     schedule, layers = make(case, rank, dist.get_world_size())
+    schedule._backward_requires_autograd = torch.is_grad_enabled()
     runner = orders.Runner(schedule, orders.torch_order(schedule))
+    if refused:
+        refuse = Mock(side_effect=RuntimeError("not in this order"))
+        refuses = patch.object(
+            orders._PipelineScheduleRuntime, "_prepare_schedule_with_comms", refuse
+        )
+        with refuses, contextlib.suppress(RuntimeError):
+            runner.turn_to(tables[0])
     mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() * case.chunks - 1
     data = torch.randn(
         2, case.microbatches * MICROBATCH, WIDTH, generator=torch.Generator().manual_seed(5)
@@ -271,6 +298,23 @@ def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[b
         runner.turn_to(order).step(*inputs, target=target, losses=losses)
         found.append([bits(each) for each in (*losses, *(weight.grad for weight in weights))])
     return found
+
+
+def run_orders_without_autograd(
+    rank: int, case: Case, tables: Sequence[Schedule]
+) -> list[list[bytes]]:
+    """As `run_orders`, where the stages and the loss ask for gradients by themselves."""
+    from torch.distributed.pipelining import PipelineStage
+
+    units = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
+    with contextlib.ExitStack() as stack:
+        for of, name in (
+            *((PipelineStage, unit) for unit in units),
+            (torch.nn.functional, "mse_loss"),
+        ):
+            stack.enter_context(patch.object(of, name, torch.enable_grad()(getattr(of, name))))
+        stack.enter_context(torch.no_grad())
+        return run_orders(rank, case, tables)
 
 
 def train_where_no_gpu_is_read(

@@ -69,6 +69,20 @@ def test_random_orders_have_the_bits_of_torchs_own(request, name, ranks):
         assert all(each == bits[0] for each in bits[1:])
 
 
+def test_a_schedule_that_runs_without_autograd_does_so_in_any_order(two_ranks):
+    case = Case("ScheduleInterleaved1F1B", 4, chunks=2)
+    order = random_split(random.Random(1), 2, case, Placement.LOOPED)
+    for bits in two_ranks.run(attached_ranks.run_orders_without_autograd, case, [order]):
+        assert bits[1] == bits[0]
+
+
+def test_stages_in_a_v_run_on_where_torch_refuses_an_order(two_ranks):
+    case = Case("ScheduleZBVZeroBubble", 8, chunks=2)
+    order = random_split(random.Random(1), 2, case, Placement.V)
+    for bits in two_ranks.run(attached_ranks.run_orders, case, [order], True):
+        assert bits[1] == bits[0]
+
+
 def test_weight_gradients_in_another_order_are_noticed(two_ranks):
     order = split_in_place(builders.one_f_one_b(2, 8), 8)
     stages = []
@@ -81,6 +95,12 @@ def test_weight_gradients_in_another_order_are_noticed(two_ranks):
     turned = replace(order, stages=tuple(stages))
     for own, bits in two_ranks.run(attached_ranks.run_orders, Case("Schedule1F1B", 8), [turned]):
         assert own != bits
+
+
+def test_stages_that_are_wrapped_behind_attach_keep_backwards_whole(two_ranks, tmp_path):
+    case = Case("Schedule1F1B")
+    for notes in two_ranks.run(attached_ranks.wrap_behind_attach, case, tmp_path):
+        assert "with DistributedDataParallel" in " ".join(notes)
 
 
 def test_a_shared_weight_keeps_backwards_whole(trained, two_ranks, tmp_path):

@@ -123,8 +123,9 @@ def test_multi_node_asks_for_what_it_cannot_know(started, missing):
 
 
 def test_slurm(started):
-    started.run_well("slurm.sbatch", *AWKWARD)
-    assert started.words("envpipe") == ["launch", *AWKWARD]
+    started.run_well("slurm.sbatch", *AWKWARD, SLURM_JOB_ID="47")
+    # Two jobs with one folder have one bill, in which an iteration of both counts once.
+    assert started.words("envpipe") == ["launch", "--output", "runs/47", *AWKWARD]
     srun = started.words("srun")
     assert "--ntasks-per-node=1" in srun[: srun.index("envpipe")]
     # sbatch reads its lines up to the first command.

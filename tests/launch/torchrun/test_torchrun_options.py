@@ -347,6 +347,19 @@ def test_hosts_without_slots():
     assert "--nproc-per-node=4" in options(on_hosts("train.py", hosts=hosts, NPROC_PER_NODE="4")[0])
 
 
+def test_a_first_host_that_each_would_look_for_on_itself():
+    """They waited for a quarter of an hour."""
+    own, other = (Host("me@localhost", 2, "hosts:1"), Host("127.0.0.2", 2, "hosts:2")), HOSTS[1]
+    with pytest.raises(EnvPipeError, match=r"on itself, by --master-addr of hostfile \(got 'local"):
+        on_hosts("train.py", hosts=(own[0], other))
+    with pytest.raises(EnvPipeError, match=r"on itself, by --master-addr of MASTER_ADDR"):
+        on_hosts("train.py", MASTER_ADDR="127.0.0.1")
+    for hosts in (own[:1], own, (other, own[0])):
+        on_hosts("train.py", hosts=hosts)
+    on_hosts("--master-addr", "one", "train.py", hosts=(own[0], other))
+    on_hosts("--rdzv-backend=c10d", "--rdzv-endpoint=one", "train.py", hosts=(own[0], other))
+
+
 @pytest.mark.parametrize(
     ("words", "environ", "named"),
     [

@@ -74,10 +74,6 @@ class MadeUpJob:
             "new_group": self._new_group,
             "send": lambda probe, peer, group: self._exchange("send", probe, peer, group),
             "recv": lambda probe, peer, group: self._exchange("recv", probe, peer, group),
-            "P2POp": lambda *of: of,
-            "isend": "isend",
-            "irecv": "irecv",
-            "batch_isend_irecv": self._batch,
         }
         for name, function in made_up.items():
             monkeypatch.setattr(dist, name, function, raising=False)
@@ -156,17 +152,6 @@ class MadeUpJob:
         made = self.groups[self.turns.rank]
         made.append((tuple(pair), timeout, config.max_ctas, config.min_ctas, group_desc))
         return (len(made), *made[-1])
-
-    def _batch(self, transfers: Any) -> list[Any]:
-        """Blocks its host until all ranks of the group have come to theirs, as a first one does."""
-        (group,) = {transfer[3] for transfer in transfers}
-        own = [(name, peer) for name, _, peer, _ in transfers]
-        everyone = dict(zip(group, self.turns.gather(list(group), own, "batch"), strict=True))
-        for name, peer in own:
-            other = "irecv" if name == "isend" else "isend"
-            assert (other, self.turns.rank) in everyone[peer]
-        self.exchanges[self.turns.rank] += [peer for _, peer in own]
-        return [SimpleNamespace(wait=lambda: None)]
 
     def _exchange(self, name: str, probe: Any, peer: int, group: Any) -> None:
         """Blocks both hosts, as the first of NCCL's communicators does."""

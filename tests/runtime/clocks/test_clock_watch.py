@@ -125,6 +125,17 @@ def test_when_a_clock_is_said_not_to_have_followed(watched, followed, above, bel
     assert summary["warning"] == (said + " and ".join(parts) if warned else None)
 
 
+def test_a_request_that_something_undid_is_known_by_looks_in_a_row(watched):
+    gpu, watch = watched.gpu, watched.watch
+    gpu.lock_frequency(1000)
+    for observed_mhz, times in ((1400, 2), (1015, 1), (1400, 2)):
+        gpu.observed_mhz = observed_mhz
+        watched.look(times)
+    assert not watch.was_undone()
+    watched.look()
+    assert (watch.was_undone(), watch.was_undone()) == (True, False)
+
+
 def test_nothing_seen_and_each_look_told():
     seen = []
     watched = Watched(on_sample=lambda *look: seen.append(look))

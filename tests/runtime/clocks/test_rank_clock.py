@@ -16,7 +16,7 @@ from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
-from envpipe_megatron.runtime.clocks import rank_clock
+from envpipe_megatron.runtime.clocks import rank_clock, watch
 from envpipe_megatron.runtime.clocks.rank_clock import (
     RankClock,
     hold_everywhere,
@@ -120,6 +120,22 @@ def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
     assert clock.summary()["followed"]["judged"] == 1
     clock.close()
     assert not clock._watch._thread.is_alive()
+
+
+def test_a_clock_that_something_else_gave_back_is_asked_for_again(guard, gpu, monkeypatch):
+    """As by `nvidia-smi -rgc` where a whole job has one clock."""
+    monkeypatch.setattr(FakeGpu, "drives_hardware", True)
+    monkeypatch.setattr(watch, "_SETTLING_S", 0.0)
+    clock = RankClock(gpu, guarded=True)
+    ask(clock, 1000, 1000)
+    assert gpu.history == [1000]
+    gpu.observed_mhz = 1400
+    for _ in range(3):
+        clock._watch.sample()
+    gpu.observed_mhz = None
+    ask(clock, 1000, 1000)
+    assert gpu.history == [1000, 1000]
+    clock.close()
 
 
 @pytest.fixture
