@@ -216,7 +216,7 @@ class Window:
         return np.asarray(self._steps_s[known] if known.any() else self.last_s[0].max(axis=0))
 
     def even_steps_s(self, work: float) -> FloatArray:
-        """Return `steps_s` as they would be at the usual work; the window had `work` times that."""
+        """Return `steps_s` scaled to the usual work, of which the window had `work` times."""
         known = np.isfinite(self._steps_s)
         return self.steps_s / (work * self.work[known if known.any() else slice(None)])
 
@@ -232,9 +232,10 @@ class Window:
 
     @property
     def work(self) -> FloatArray:
-        """Return the work of each iteration, as a multiple of the usual one's, [iterations].
+        """Return the work of each iteration, as a multiple of the window's median, [iterations].
 
-        By how much units of all stages took longer together; 1 where replicas do not agree.
+        It is how long units of all stages ran in sum; of replicas the value nearest to 1 counts, or
+        1 where some ran longer and others shorter.
         """
         busy_s = np.sum([of.ends_s - of.waits_s.sum(axis=2) for of in self.stages], axis=0)
         work = busy_s / np.median(busy_s, axis=1, keepdims=True)

@@ -97,9 +97,8 @@ def test_work_that_has_grown_for_good_is_seen():
 def test_a_pause_in_a_baseline_does_not_blind():
     judge = Judge(1.0)
     judge.add_baseline(window([1.0, 1.0]).steps_s, 1.0)
-    judge.add_baseline(
-        window([1.1, 1.43]).steps_s, 1.1
-    )  # units have become slower; one was held up
+    # Units have become slower, and one step was held up.
+    judge.add_baseline(window([1.1, 1.43]).steps_s, 1.1)
     judge.add(window([1.1] * 8).steps_s)
     assert judge.late(1.1) == pytest.approx(0.0)
     judge.begin()
