@@ -178,11 +178,8 @@ class Store:
         keys = self.keys(schedule)
         before = clean & self._was_measured(keys, frequency_mhz)
         common = self.work.learn(window, self.tail_s, measured_s, known_s, before)
-        if self.work.grown != 1:
-            for times in self._times:
-                times.move(np.full_like(self.clocks_mhz, self.work.grown))
         measured_s = measured_s / self.work.now
-        drifted = np.full(len(self.tail_s), self.work.grown - 1)
+        drifted = np.zeros(len(self.tail_s))
         seen, changed, before_s = set(np.unique(keys[keys >= 0]).tolist()), set[int](), self.time_s
         for key in sorted(seen):
             stage = key // (len(self.kinds) * self.schedule.num_chunks)

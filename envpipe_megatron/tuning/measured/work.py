@@ -28,11 +28,10 @@ class Work:
 
     Attributes:
         now: that of the last window; 1 if it shows no more than scatter, or a change of the GPUs.
-        grown: how many times as much the usual work has become with the last window.
     """
 
     def __init__(self) -> None:
-        self.now = self.grown = 1.0
+        self.now = 1.0
         #: Of each window: standard errors of one iteration, by its work and by all else, as shares;
         #: and its work.
         self._windows: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
@@ -67,11 +66,11 @@ class Work:
         # Medians: a window in which something changed varies by that, too.
         *errors, usual = np.median(self._windows or [(np.inf, 0.0, 1.0)], axis=0).tolist()
         error, rest = np.array(errors) / np.sqrt(count)
-        self.now, self.grown = work, 1.0
+        self.now = work
         if not _LEAST < abs(work - 1) <= _CHANGED * error:
             self.now = 1.0
             return float(np.hypot(error, rest)) if self._windows else 0.0
         if len(self._windows) == _KEPT and abs(usual - 1) > max(_LEAST, _GROWN * error):
-            self.now, self.grown = work / usual, usual
+            self.now = work / usual
             self._windows.clear()
         return float(np.hypot(rest, _INEXACT))
