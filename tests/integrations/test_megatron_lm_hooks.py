@@ -523,7 +523,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
     assert (made[1].options.scheduling, made[1].options.max_in_flight) == ("1f1b", None)
 
 
-def test_tokens_are_those_of_the_language_model(hooks):
+def test_facts_are_those_of_the_language_model(hooks):
     """LLaVA's `seq_length` is what an image becomes; a profile of another model is of no use."""
     from envpipe_megatron.integrations.megatron.training import facts_of
 
