@@ -81,6 +81,15 @@ def test_changes_while_counters_are_silent_leave_what_they_said_before():
             assert row.energy_j == pytest.approx(was.energy_j, rel=0.01)
 
 
+def test_with_one_clock_no_unit_waits_for_another():
+    """Or what only runs as an iteration begins, as one of DualPipeV's backwards, stays unknown."""
+    order = builders.one_f_one_b(1, 1)
+    store = Store(order, [TOP_MHZ], Sidecar())
+    window = iteration(store, np.array([[1e-3, 2e-3]]))
+    store.learn(store.at_top(order), window, [0], fresh=True)
+    assert store.time_s[:, 0] == pytest.approx([1e-3, 2e-3])
+
+
 def known_parts() -> Store:
     """Of one stage whose backwards were measured whole and in parts, that take half as long."""
     store = Store(half_split(SCHEDULE), [TOP_MHZ, 990], Sidecar())

@@ -173,7 +173,7 @@ class Store:
             raise EnvPipeError("Units of the framework's order did not run whole")
         timeline = Timeline(schedule, measured_s, self.facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
-        asked = clocked.asked_s(timeline, fresh=fresh)
+        asked = clocked.asked_s(timeline, fresh=fresh and len(self.clocks_mhz) > 1)
         clean = self.lateness.at_their_clock(asked, timeline) & ~odd
         keys = self.keys(schedule)
         before = clean & self._was_measured(keys, frequency_mhz)

@@ -146,6 +146,18 @@ def test_kernels_that_add_in_any_order(monkeypatch, noise, more, why):
     assert (why in found, bool(found)) == (True, bool(why))
 
 
+def test_kernels_that_rarely_differ():
+    """Where two whole backwards agree by chance, the parts have their bits in one of few runs."""
+    runs = iter([1e-4])
+
+    def compute(of, x):
+        y = of.linear(x)
+        y.register_hook(lambda gradient: gradient * (1 + next(runs, 0.0)))
+        return y
+
+    assert seen_reason(stage_of(compute), 0, None) == ""
+
+
 def test_what_is_computed_again_is_seen():
     for again in (False, True):
         stage = stage_of(
