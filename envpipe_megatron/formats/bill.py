@@ -148,10 +148,10 @@ class Bill:
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Runs of starts with other options or another number of ranks than the last one."""
-        counts = {window.run: window.num_ranks for window in self.windows()}
-        last = counts[max(counts)] if counts else None
-        resized = (run for run, n in counts.items() if None not in (n, last) and n != last)
+        """Return runs of starts with other options or number of ranks than their job's last one."""
+        counts = {window.run: window.num_ranks for window in self.windows() if window.num_ranks}
+        last = {name_of_run(run): counts[run] for run in sorted(counts)}
+        resized = (run for run, count in counts.items() if count != last[name_of_run(run)])
         return self.other_runs.union(resized)
 
     def of_phase(self, phase: str) -> list[EnergySums]:

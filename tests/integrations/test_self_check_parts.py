@@ -165,6 +165,20 @@ def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders)
     assert not check.done
 
 
+def test_a_forward_step_that_is_an_object_may_have_any_args(monkeypatch):
+    """Only those of a partial function are what it is bound to."""
+    from envpipe_megatron.integrations.megatron import self_check
+
+    monkeypatch.setattr(self_check, "_Memory", lambda *_: None)
+    session = checked_session(1)
+    session.parts.collectives.on_all = lambda finite: False
+    check = self_check.SelfCheck(session, lambda count: ["own"], needed=True)  # type: ignore[arg-type, list-item]
+    step = SimpleNamespace(args=SimpleNamespace(num_layers=2))
+    given = {"num_microbatches": 1, "model": torch.nn.Linear(1, 1), "data_iterator": iter(())}
+    losses = check({**given, "forward_step_func": step}, None, lambda **given: [given], None)  # type: ignore[arg-type, return-value]
+    assert losses[0]["forward_step_func"] is step
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("has_room", "group_sizes", "found"),

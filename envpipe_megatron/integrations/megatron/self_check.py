@@ -83,7 +83,8 @@ class SelfCheck:
         begin_s, why = time.monotonic(), None
         chunks = listed(arguments["model"])
         # Megatron-Bridge binds its state, in which forwards count operations.
-        bound = getattr(arguments["forward_step_func"], "args", ())
+        step = arguments["forward_step_func"]
+        bound = step.args if isinstance(step, partial) else ()
         iteration = RepeatedIteration(chunks, arguments["data_iterator"], bound)
 
         def megatron(data: Any) -> list[Any]:

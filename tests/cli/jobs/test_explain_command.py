@@ -51,6 +51,10 @@ def test_envpipes_options_are_those_of_a_job(monkeypatch):
             "a hybrid model has none of (got 'M-M*|M-M*')",
         ),
         (
+            ("--envpipe-recompute", "full:1", "--is-hybrid-model"),
+            "a hybrid model has none of (got true)",
+        ),
+        (
             ("--envpipe-recompute", "none", "--recompute-activations"),
             "cannot be combined with --recompute-granularity",
         ),
