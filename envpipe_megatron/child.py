@@ -116,7 +116,6 @@ class Signals:
             self._watch.start()
 
     def __enter__(self) -> Signals:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would keep exit statuses back
         for number in self._numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._take)

@@ -65,7 +65,8 @@ def read_lines(
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    read += [parse(line)] if line.strip() else []
+                    if line.strip():
+                        read.append(parse(line))
                 except TORN:
                     unreadable.append(f"{path}:{number}")
     return tuple(read), tuple(unreadable)

@@ -75,16 +75,16 @@ class Outcome:
     def strays_from(self, other: Outcome, again: Outcome) -> str | None:
         """Say which first differs from another order's by more than chance; None if none does.
 
-        Chance is its difference from another run of its own, or the median of all of these.
+        Chance is its difference from another run of its own, and the median of all that differ.
         """
         noise = self.noise(again)
         if not noise <= _MOST_NOISE:
-            return f"two runs of the same differ by {noise:.1e} of their size: gradients"
-        least = max(noise, _LEAST_NOISE)
+            return f"gradients of two runs of one order differ by {noise:.1e} of their size"
         for name, own in self.samples.items():
             if name not in other.samples:
                 return f"there are no {name}"
-            by_chance = float((own - again.samples[name]).norm()) + least * float(own.norm())
+            seen = float((own - again.samples[name]).norm())
+            by_chance = seen + max(noise if seen else 0.0, _LEAST_NOISE) * float(own.norm())
             distance = float((own - other.samples[name]).norm())
             if not distance <= _TIMES_AS_MUCH * by_chance:  # so for what is no number
                 return f"{name} differ by {distance:.1e}, by chance they would by {by_chance:.1e}"

@@ -52,8 +52,8 @@ def plan_frontier(
         optimizers: one for each order that competes, all for one profile and conditions.
         num_points: deadlines, evenly from the fastest iteration to the one that the least energy
             takes. Points that round to the same plan or a worse one are left out, and deadlines
-            that late clocks or the dwell time leave no plan to; of all of them, the one point is
-            that without a deadline.
+            that late clocks or the dwell time leave no plan to; if that is all, the one point has
+            no deadline.
 
     Raises LinearProgramError if there is no plan for any deadline.
     """

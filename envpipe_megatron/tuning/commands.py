@@ -216,7 +216,7 @@ class Window:
         return np.asarray(self._steps_s[known] if known.any() else self.last_s[0].max(axis=0))
 
     def even_steps_s(self, work: float) -> FloatArray:
-        """Return `steps_s` as they would be at the usual work; the window had `work` times that."""
+        """Return `steps_s` scaled to the usual work, of which the window had `work` times."""
         known = np.isfinite(self._steps_s)
         return self.steps_s / (work * self.work[known if known.any() else slice(None)])
 
@@ -232,16 +232,19 @@ class Window:
 
     @property
     def works(self) -> FloatArray:
-        """Return how long units of all stages took together, [replicas, iterations].
+        """Return the work of each iteration, [replicas, iterations].
 
-        As multiples of each replica's usual one.
+        It is how long units of all stages ran in sum, as a multiple of the replica's median.
         """
         busy_s = np.sum([of.ends_s - of.waits_s.sum(axis=2) for of in self.stages], axis=0)
         return np.asarray(busy_s / np.median(busy_s, axis=1, keepdims=True))
 
     @property
     def work(self) -> FloatArray:
-        """Return the work of each iteration, [iterations]; 1 where replicas do not agree."""
+        """Return the work of each iteration, [iterations].
+
+        Of replicas the value nearest to 1 counts, or 1 where some ran longer and others shorter.
+        """
         works = self.works
         return np.asarray(np.clip(1.0, works.min(axis=0), works.max(axis=0)))
 

@@ -167,7 +167,7 @@ class SelfCheck:
             return f"{found[1]} of stage {found[0]} differ from Megatron's, which repeats itself"
         found = self._collectives.first(first.strays_from(ours, again))
         if found is not None:
-            return f"{found[1]}, of stage {found[0]}"
+            return f"on stage {found[0]}, {found[1]}"
         noise = max(self._collectives.by_stage(first.noise(again), max))
         self._say(
             "self-check: losses and gradients differ from Megatron's no more than those of two "

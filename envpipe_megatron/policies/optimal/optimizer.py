@@ -69,7 +69,7 @@ class Optimizer:
 
     @property
     def no_deadline_s(self) -> float:
-        """A time that no plan needs more than."""
+        """Return an iteration time that no plan exceeds, s."""
         return _SLOWEST * self.fastest_s
 
     def cheapest_s(self, waiting_worth_w: float | None = None) -> float:

@@ -1,7 +1,7 @@
-"""By how much the work of iterations differs, as that of sequences of other lengths.
+"""Measures how the work of iterations varies, as where sequences differ in length.
 
-Units of all stages take longer then, at all clocks that were measured before. As long as iterations
-differ as much by themselves, that is no change of the GPUs, and nothing is learnt from it.
+Units of all stages take longer together then. Where iterations vary as much among themselves, that
+is no change of the GPUs: what units took is divided by it before anything is learnt from it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ import numpy as np
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.tuning.commands import Window
 
-#: Iterations of one order that show how they differ as a whole, and windows that are kept.
+#: The least iterations of one order that show how they vary, and the windows that are kept.
 _TELLS, _KEPT = 3, 9
-#: More standard errors of the work of one window are a change of the GPUs, and of that of many one
-#: of the usual work. A smaller share is scatter.
+#: Work that differs from 1 by more standard errors than the first is a change of the GPUs; kept
+#: windows whose median does by more than the second show that the usual work has changed. What
+#: differs by a share less than the third is scatter.
 _CHANGED, _GROWN, _LEAST = 9.0, 2.25, 0.005
-#: Standard error, as a share, of what units would take at the usual work.
+#: Standard error, as a share, of times that were divided by the work of their window.
 _INEXACT = 0.001
 
 
 class Work:
-    """The work of windows, as a multiple of the usual one.
+    """Follows the work of windows, as a multiple of the usual work.
 
     Attributes:
-        now: of the last window.
-        grown: how many times as much the usual one has become with it.
+        now: that of the last window; 1 if it shows no more than scatter, or a change of the GPUs.
+        grown: how many times as much the usual work has become with the last window.
     """
 
     def __init__(self) -> None:
         self.now = self.grown = 1.0
-        #: Of an iteration, the standard errors of its work and of the rest; the work of a window.
+        #: Of each window: standard errors of one iteration, by its work and by all else, as shares;
+        #: and its work.
         self._windows: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
 
     def learn(
@@ -43,9 +45,9 @@ class Work:
         known_s: FloatArray,
         known: BoolArray,
     ) -> float:
-        """Take in a window; by which share all its units may still be off together.
+        """Take in a window; return the standard error that all its units have in common, a share.
 
-        That is what heat, hosts and the network do.
+        Heat, hosts and the network make it, and work where `now` does not take that out.
 
         Args:
             window: what was measured.
@@ -57,13 +59,13 @@ class Work:
         count = window.num_iterations
         of_stages = zip(measured_s, known_s, known, strict=True)
         stages = [np.median(own_s[of] / was_s[of]) for own_s, was_s, of in of_stages if of.any()]
-        # A stage by itself says nothing of the others.
+        # A single stage may have changed by itself.
         work = float(np.median(stages if len(stages) > 1 else 1.0))
         if count >= _TELLS:  # of normal noise medians err by 1.25 standard deviations
             rest = window.own_error(tail_s) * float(np.sqrt(count))
             spread = float(np.median(window.works.std(axis=1, ddof=1)))
             self._windows.append((1.25 * spread, rest, work))
-        # A window in which something changed differs in itself, and shows nothing.
+        # Medians: a window in which something changed varies by that, too.
         *errors, usual = np.median(self._windows or [(np.inf, 0.0, 1.0)], axis=0).tolist()
         error, rest = np.array(errors) / np.sqrt(count)
         self.now, self.grown = work, 1.0

@@ -115,7 +115,7 @@ def test_other_bits_are_noticed(monkeypatch):
     [
         (1e-4, 0.0, ""),
         (1e-4, 0.01, "gradients of linear.bias differ by"),
-        (1.0, 0.0, "two runs of the same differ by"),
+        (1.0, 0.0, "gradients of two runs of one order differ by"),
     ],
     ids=["alike", "apart", "too noisy"],
 )

@@ -189,14 +189,6 @@ def test_what_is_ignored_stays_ignored():
         assert launcher.end() == 128 + signal.SIGTERM
 
 
-def test_a_node_fails_where_the_ends_of_children_are_ignored():
-    def ignore():  # as a Perl script may
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-
-    with Launcher({"one": sh("exit 3")}, before_exec=ignore) as launcher:
-        assert launcher.end() == 3
-
-
 #: Goes on when its standard input ends, in a process that another has started.
 DEAF = "trap '' TERM; echo ready; cat; echo stays; tail -f /dev/null; true"
 
