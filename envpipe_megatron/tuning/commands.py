@@ -231,14 +231,19 @@ class Window:
         return np.asarray(np.median(steps, axis=0))
 
     @property
-    def work(self) -> FloatArray:
-        """Return the work of each iteration, as a multiple of the usual one's, [iterations].
+    def works(self) -> FloatArray:
+        """Return how long units of all stages took together, [replicas, iterations].
 
-        By how much units of all stages took longer together; 1 where replicas do not agree.
+        As multiples of each replica's usual one.
         """
         busy_s = np.sum([of.ends_s - of.waits_s.sum(axis=2) for of in self.stages], axis=0)
-        work = busy_s / np.median(busy_s, axis=1, keepdims=True)
-        return np.asarray(np.clip(1.0, work.min(axis=0), work.max(axis=0)))
+        return np.asarray(busy_s / np.median(busy_s, axis=1, keepdims=True))
+
+    @property
+    def work(self) -> FloatArray:
+        """Return the work of each iteration, [iterations]; 1 where replicas do not agree."""
+        works = self.works
+        return np.asarray(np.clip(1.0, works.min(axis=0), works.max(axis=0)))
 
     def own_s(self, tail_s: FloatArray) -> FloatArray:
         """Return how long each pipeline takes, [replicas], to the end of its last tail."""

@@ -13,6 +13,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.tuning.commands import Clocked, tail_times_s
+from envpipe_megatron.tuning.measured.fit import Times
 from envpipe_megatron.tuning.measured.store import Store
 from job_runs import BACKWARD_RATIO, exact_profile
 
@@ -79,6 +80,14 @@ def test_changes_while_counters_are_silent_leave_what_they_said_before():
     for kind, rows in store.profile(careful=False).rows[0].items():
         for row, was in zip(rows, before.rows[0][kind], strict=True):
             assert row.energy_j == pytest.approx(was.energy_j, rel=0.01)
+
+
+def test_a_window_fits_the_times_of_each_kind_once(monkeypatch):
+    """All ranks wait meanwhile, and with many stages and chunks there are hundreds of kinds."""
+    store, fits, fit = known(), [], Times.fit
+    monkeypatch.setattr(Times, "fit", lambda times: fits.append(times) or fit(times))
+    learn(store, 990, Conditions())
+    assert len(fits) == len({id(times) for times in fits}) == len(store.kinds)
 
 
 def test_with_one_clock_no_unit_waits_for_another():

@@ -178,8 +178,9 @@ class Store:
         keys = self.keys(schedule)
         before = clean & self._was_measured(keys, frequency_mhz)
         common = self.work.learn(window, self.tail_s, measured_s, known_s, before)
-        for times in self._times:
-            times.move(np.full_like(self.clocks_mhz, self.work.grown))
+        if self.work.grown != 1:
+            for times in self._times:
+                times.move(np.full_like(self.clocks_mhz, self.work.grown))
         measured_s = measured_s / self.work.now
         drifted = np.full(len(self.tail_s), self.work.grown - 1)
         seen, changed, before_s = set(np.unique(keys[keys >= 0]).tolist()), set[int](), self.time_s
@@ -335,11 +336,9 @@ class Store:
 
     def _was_measured(self, keys: IntArray, clocks_mhz: IntArray) -> BoolArray:
         """Return which units were measured at clocks, both [..., num_stages, units_per_stage]."""
-        was_measured = np.zeros(clocks_mhz.shape, dtype=bool)
-        for key in np.unique(keys[keys >= 0]):
-            there = keys == key
-            was_measured[..., there] = np.isin(clocks_mhz[..., there], [*self._times[key].points])
-        return was_measured
+        # One number for each kind of units and clock.
+        known = [(key << 32) + mhz for key, times in enumerate(self._times) for mhz in times.points]
+        return np.isin((keys << 32) + clocks_mhz, known)
 
     def _learn_tails(self, window: Window) -> None:
         ends_s, steps_s = window.last_s
