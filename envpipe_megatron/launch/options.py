@@ -35,7 +35,7 @@ _FORMS = {
     "nproc_per_node": (r"0*[1-9]\d*|auto|[cgx]pu", "a number from 1, auto, cpu or gpu"),
     "nnodes": (r"0*[1-9]\d*(:0*[1-9]\d*)?", "a number from 1, or least:most"),
 }
-#: What every node calls itself.
+#: Names and addresses by which each node reaches itself.
 _ITSELF = re.compile(r"localhost(\.localdomain)?|127(\.\d+){3}|::1", re.IGNORECASE)
 
 #: A value, and its origin: `hostfile`, `default`, or the name of a variable.
