@@ -228,7 +228,8 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
                 remedy="Write host slots=N, or give --nproc-per-node.",
             )
         made.append(completed(found))
-    master, origin = made[0].settings.get("--master-addr", ("", ""))
+    by_line = given.master_addr or "", "the command line"
+    master, origin = made[0].settings.get("--master-addr", by_line)
     if _ITSELF.fullmatch(master) and not all(_ITSELF.fullmatch(host.name) for host in hosts[1:]):
         raise EnvPipeError(
             f"Each host would look for the first one on itself, by --master-addr of {origin}",
