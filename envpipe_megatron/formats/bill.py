@@ -239,8 +239,8 @@ class Bill:
     def steps(self, phase: str) -> StepEnergy | None:
         """Return a step of a phase on an average GPU; None if a GPU does not report its steps.
 
-        Only starts that are not left out count: one that only measured is. GPUs and starts count by
-        their steps: some came late, or had few.
+        Starts that are left out do not count, such as one that only measured. GPUs and starts count
+        by their steps: some came late, or had few.
         """
         sums = self.of_phase(phase)
         if not all(own.steps for own in sums):

@@ -128,7 +128,7 @@ def by_stage(args: Namespace) -> list[tuple[str, int]] | None:
         )
     if pattern := _hybrid_pattern(args) or getattr(args, "is_hybrid_model", False):
         raise JobError(
-            f"{RECOMPUTE_FLAG} is of transformer blocks, which a hybrid model has none of",
+            f"{RECOMPUTE_FLAG} is for transformer blocks, and a hybrid model has none",
             value=pattern,
             remedy="Use --recompute-granularity.",
         )

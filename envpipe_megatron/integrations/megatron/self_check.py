@@ -82,10 +82,10 @@ class SelfCheck:
             return framework_function(**arguments)
         begin_s, why = time.monotonic(), None
         chunks = listed(arguments["model"])
-        # Megatron-Bridge binds its state, in which forwards count operations.
+        # It may be an object with state; Megatron-Bridge binds one in which forwards count, too.
         step = arguments["forward_step_func"]
-        bound = step.args if isinstance(step, partial) else ()
-        iteration = RepeatedIteration(chunks, arguments["data_iterator"], bound)
+        owners = (step.func, *step.args) if isinstance(step, partial) else (step,)
+        iteration = RepeatedIteration(chunks, arguments["data_iterator"], owners)
 
         def megatron(data: Any) -> list[Any]:
             return framework_function(**{**arguments, "data_iterator": data})
