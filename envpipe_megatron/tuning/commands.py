@@ -234,10 +234,11 @@ class Window:
     def works(self) -> FloatArray:
         """Return the work of each iteration, [replicas, iterations].
 
-        It is how long units of all stages ran in sum, as a multiple of the replica's median.
+        It is how long a stage's units ran in sum, as a multiple of its median: of stages the median
+        counts, since what is a GPU's own is no work.
         """
-        busy_s = np.sum([of.ends_s - of.waits_s.sum(axis=2) for of in self.stages], axis=0)
-        return np.asarray(busy_s / np.median(busy_s, axis=1, keepdims=True))
+        busy_s = np.array([of.ends_s - of.waits_s.sum(axis=2) for of in self.stages])
+        return np.asarray(np.median(busy_s / np.median(busy_s, axis=2, keepdims=True), axis=0))
 
     @property
     def work(self) -> FloatArray:
