@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("script", type=Path, help="such as pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     options = parser.parse_args()
-    if not options.script.exists():  # else it could be told that a patch does not fit
+    if not options.script.exists():  # else a patch may seem not to fit
         parser.error(f"there is no script {options.script}")
     if not sys.flags.safe_path:  # else Python puts no folder there
         sys.path[0] = str(options.script.resolve().parent)

@@ -61,3 +61,11 @@ def signals_at_default() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def sigchld_ignored() -> Iterator[None]:
+    """SIGCHLD as a rank's script or a Perl program may leave it: no child's status is known."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)

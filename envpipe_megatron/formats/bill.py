@@ -148,10 +148,10 @@ class Bill:
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Runs of starts with other options or another number of ranks than the last one."""
-        counts = {window.run: window.num_ranks for window in self.windows()}
-        last = counts[max(counts)] if counts else None
-        resized = (run for run, n in counts.items() if None not in (n, last) and n != last)
+        """Return runs of starts with other options or number of ranks than their job's last one."""
+        counts = {window.run: window.num_ranks for window in self.windows() if window.num_ranks}
+        last = {name_of_run(run): counts[run] for run in sorted(counts)}
+        resized = (run for run, count in counts.items() if count != last[name_of_run(run)])
         return self.other_runs.union(resized)
 
     def of_phase(self, phase: str) -> list[EnergySums]:
@@ -239,8 +239,8 @@ class Bill:
     def steps(self, phase: str) -> StepEnergy | None:
         """Return a step of a phase on an average GPU; None if a GPU does not report its steps.
 
-        Only starts that are not left out count: one that only measured is. GPUs and starts count by
-        their steps: some came late, or had few.
+        Starts that are left out do not count, such as one that only measured. GPUs and starts count
+        by their steps: some came late, or had few.
         """
         sums = self.of_phase(phase)
         if not all(own.steps for own in sums):

@@ -71,14 +71,14 @@ def arguments_of(config: Any, world_size: int) -> argparse.Namespace:
     for part in (*parts, getattr(model, "transformer", None), model):
         named |= {} if part is None else vars(part)
     named |= {name: named.get(field) for name, field in _RENAMED.items()}
-    lengths_vary = config.dataset.dataloader_type == "batch"
+    # What is packed in a batch is as long as its samples are.
+    packs = _is_on(config.dataset, "enable_in_batch_packing")
+    lengths_vary = packs or config.dataset.dataloader_type == "batch"
     named |= {
         "world_size": world_size,
         "untie_embeddings_and_output_weights": not named.get("share_embeddings_and_output_weights"),
         "lengths_vary": lengths_vary,
-        "sft": lengths_vary
-        or config.peft is not None
-        or _is_on(config.dataset, "enable_in_batch_packing"),
+        "sft": lengths_vary or config.peft is not None,
         "modelopt_enabled": bool(named.get("restore_modelopt_state") or named.get("kd_config")),
         "inprocess_restart": _is_on(config.inprocess_restart, "enabled"),
         "inspects_tensors": _is_on(config.tensor_inspect, "enabled"),

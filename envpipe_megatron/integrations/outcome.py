@@ -17,8 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 #: How much further a gradient may be from the framework's than its two runs are from each other; as
-#: far apart as the most of their own size, they show nothing.
-_TIMES_AS_MUCH, _MOST_NOISE = 4.0, 1e-2
+#: far apart as the most of their own size, they show nothing. The least is of a few elements that
+#: are rounded otherwise, which a sample may miss.
+_TIMES_AS_MUCH, _LEAST_NOISE, _MOST_NOISE = 4.0, 1e-4, 1e-2
 #: Elements of a gradient whose differences are looked at; columns of its sums, and elements that
 #: are summed at a time.
 _SAMPLE, _COLUMNS, _SLICE = 4096, 4096, 2**24
@@ -74,15 +75,16 @@ class Outcome:
     def strays_from(self, other: Outcome, again: Outcome) -> str | None:
         """Say which first differs from another order's by more than chance; None if none does.
 
-        Chance is its difference from another run of its own, or the median of all of these.
+        Chance is its difference from another run of its own, and the median of all that differ.
         """
         noise = self.noise(again)
         if not noise <= _MOST_NOISE:
-            return f"two runs of the same differ by {noise:.1e} of their size: gradients"
+            return f"gradients of two runs of one order differ by {noise:.1e} of their size"
         for name, own in self.samples.items():
             if name not in other.samples:
                 return f"there are no {name}"
-            by_chance = float((own - again.samples[name]).norm()) + noise * float(own.norm())
+            seen = float((own - again.samples[name]).norm())
+            by_chance = seen + max(noise if seen else 0.0, _LEAST_NOISE) * float(own.norm())
             distance = float((own - other.samples[name]).norm())
             if not distance <= _TIMES_AS_MUCH * by_chance:  # so for what is no number
                 return f"{name} differ by {distance:.1e}, by chance they would by {by_chance:.1e}"

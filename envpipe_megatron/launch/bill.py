@@ -251,7 +251,7 @@ class BillReport:
         self._write(path, bill_facts(now, self._tariff, over=False))
 
     def _write(self, path: Path, facts: Mapping[str, Any] | str) -> bool:
-        """Write a file of the bill; False, and logged, if that cannot be."""
+        """Write a file of the bill; return False, and log it, if that cannot be."""
         text = facts if isinstance(facts, str) else json.dumps(facts, indent=1) + "\n"
         try:
             replace_files({path: [text]})

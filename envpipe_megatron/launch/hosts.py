@@ -28,7 +28,7 @@ from envpipe_megatron.console import drop_output, say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 
-#: Of more digits is a port of ssh's, and so many processes would be a node's end.
+#: A number of more digits is a port of ssh's: no node runs so many processes.
 _SLOTS, _MOST = r"0*[1-9]\d{0,2}", r"(\s+max[_-]slots=\d+)*"
 #: No leading dash: ssh would take such a host for an option. An IPv6 address has brackets or slots:
 #: else its end may be meant as a number of processes.
@@ -260,7 +260,7 @@ class _Run:
     def _relay(self, pipe: IO[bytes], mark: str, to: IO[bytes]) -> None:
         """Print whole lines, so that those of different nodes do not mix.
 
-        A progress bar's end in a carriage return. Bytes stay as they are: each is a letter here.
+        Those of a progress bar end in a carriage return. Latin-1 has a letter for each byte.
         """
         with io.TextIOWrapper(pipe, "latin-1", newline="") as lines:
             for line in lines:

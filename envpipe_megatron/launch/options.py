@@ -35,7 +35,7 @@ _FORMS = {
     "nproc_per_node": (r"0*[1-9]\d*|auto|[cgx]pu", "a number from 1, auto, cpu or gpu"),
     "nnodes": (r"0*[1-9]\d*(:0*[1-9]\d*)?", "a number from 1, or least:most"),
 }
-#: What every node calls itself.
+#: Names and addresses by which each node reaches itself.
 _ITSELF = re.compile(r"localhost(\.localdomain)?|127(\.\d+){3}|::1", re.IGNORECASE)
 
 #: A value, and its origin: `hostfile`, `default`, or the name of a variable.
@@ -228,7 +228,8 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
                 remedy="Write host slots=N, or give --nproc-per-node.",
             )
         made.append(completed(found))
-    master, origin = made[0].settings.get("--master-addr", ("", ""))
+    by_line = given.master_addr or "", "the command line"
+    master, origin = made[0].settings.get("--master-addr", by_line)
     if _ITSELF.fullmatch(master) and not all(_ITSELF.fullmatch(host.name) for host in hosts[1:]):
         raise EnvPipeError(
             f"Each host would look for the first one on itself, by --master-addr of {origin}",

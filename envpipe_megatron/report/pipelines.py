@@ -115,8 +115,7 @@ def gpus_of(labels: Iterable[GpuLabels]) -> tuple[PlacedGpu, ...]:
 def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[RankIteration]]:
     """Group ranks' records by iteration, in the order they were recorded.
 
-    Of iterations that were repeated after a restart, the last start's: of none are there records of
-    two starts.
+    Of an iteration that was repeated after a restart, only those of the last start.
     """
     found: dict[IterationKey, dict[int, RankIteration]] = {}
     runs: dict[IterationKey, str] = {}

@@ -231,15 +231,23 @@ class Window:
         return np.asarray(np.median(steps, axis=0))
 
     @property
-    def work(self) -> FloatArray:
-        """Return the work of each iteration, as a multiple of the window's median, [iterations].
+    def works(self) -> FloatArray:
+        """Return the work of each iteration, [replicas, iterations].
 
-        It is how long units of all stages ran in sum; of replicas the value nearest to 1 counts, or
-        1 where some ran longer and others shorter.
+        It is how long a stage's units ran in sum, as a multiple of its median: of stages the median
+        counts, since what is a GPU's own is no work.
         """
-        busy_s = np.sum([of.ends_s - of.waits_s.sum(axis=2) for of in self.stages], axis=0)
-        work = busy_s / np.median(busy_s, axis=1, keepdims=True)
-        return np.asarray(np.clip(1.0, work.min(axis=0), work.max(axis=0)))
+        busy_s = np.array([of.ends_s - of.waits_s.sum(axis=2) for of in self.stages])
+        return np.asarray(np.median(busy_s / np.median(busy_s, axis=2, keepdims=True), axis=0))
+
+    @property
+    def work(self) -> FloatArray:
+        """Return the work of each iteration, [iterations].
+
+        Of replicas the value nearest to 1 counts, or 1 where some ran longer and others shorter.
+        """
+        works = self.works
+        return np.asarray(np.clip(1.0, works.min(axis=0), works.max(axis=0)))
 
     def own_s(self, tail_s: FloatArray) -> FloatArray:
         """Return how long each pipeline takes, [replicas], to the end of its last tail."""

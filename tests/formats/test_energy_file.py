@@ -169,6 +169,9 @@ def test_steps_of_a_start_on_another_number_of_gpus_are_no_steps_of_the_last_one
             bill.add(parsed(WINDOW | of_rank | some))
     assert (num_gpus(bill.of_phase("steady")), bill.steps("steady").iterations) == (2, 10_000)
     assert (bill.left_out, bill.total().energy_j) == ({large}, 80.0 * 20_400)
+    for name in ("a", "z"):  # jobs of their own, whose logs are added to these
+        bill.add(parsed(WINDOW | {"run": f"{name} {large}", "rank": 0, "num_ranks": 1}))
+    assert bill.left_out == {large}
 
 
 def test_steps_of_several_baselines_have_a_line_each():

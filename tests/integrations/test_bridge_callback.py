@@ -311,6 +311,7 @@ def test_the_level_is_that_of_the_same_arguments(changes, level, said, arguments
     assert str(decision) == "level order" if said is None else said in str(decision)
     named = args.swiglu, args.untie_embeddings_and_output_weights, args.padded_vocab_size
     assert (*named, args.world_size, args.optimizer) == (True, True, 64, 2, "adam")
+    assert args.lengths_vary is (said == "--sft" and "peft" not in changes)  # no J per token
 
 
 def test_the_page_has_the_limits_that_are_bridges_own(arguments):

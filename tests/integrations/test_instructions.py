@@ -250,8 +250,10 @@ def test_what_is_no_number_of_microbatches_is_refused_before_the_first_step(alon
 
 
 @pytest.mark.parametrize("make", [np.int64, torch.tensor])
-def test_a_number_of_microbatches_of_another_library_s_is_one(alone, tmp_path, monkeypatch, make):
-    """It is kept for the job's next start, as JSON."""
+def test_a_number_of_microbatches_of_numpy_or_torch_is_kept_as_json(
+    alone, tmp_path, monkeypatch, make
+):
+    """For the job's next start."""
     monkeypatch.setenv("ENVPIPE_EMULATED_ROOT", str(tmp_path / "gpus"))
     pipeline = alone(make(1), facts={"model": "m"}, output=tmp_path)
     with pipeline.step():
@@ -262,7 +264,7 @@ def test_a_number_of_microbatches_of_another_library_s_is_one(alone, tmp_path, m
     assert json.loads((tmp_path / "job.json").read_text())["steps"]["num_microbatches"] == 1
 
 
-def test_a_rank_that_gave_another_pipelines_group_is_refused(alone):
+def test_a_rank_that_is_not_in_the_group_that_it_gives_is_refused(alone):
     with pytest.raises(EnvPipeError, match=r"in no pipeline that it gave \(got 0\)"):
         alone(group=dist.GroupMember.NON_GROUP_MEMBER)
 

@@ -379,26 +379,36 @@ def test_memory_is_for_the_longest_messages_that_may_come():
 
     from envpipe_megatron.integrations.megatron.core import ForwardBackward
 
-    one: Any = SimpleNamespace(size=lambda: 1)
-    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2), tp=one, cp=one)
     config = TransformerConfig(
         num_layers=2, hidden_size=8, num_attention_heads=2, pipeline_dtype=torch.float32
     )
-    names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
-    given = dict.fromkeys(names, 1) | {"model": SimpleNamespace(config=config)}
-    given |= {"p2p_communicator": object(), "pg_collection": groups}
-    collectives = SimpleNamespace(first=lambda why: why and (0, why))
-    parts = SimpleNamespace(channel=SimpleNamespace(ranks=[0, 1]), collectives=collectives)
     run = Mock(side_effect=EOFError)
-    session: Any = SimpleNamespace(parts=parts, may_split=False, run_iteration=run)
+    session = session_of(lambda why: why and (0, why), run_iteration=run)
     ours = ForwardBackward(session, 0, Mock(), seq_length=12)
     with patch("torch.distributed.get_process_group_ranks", lambda group: [0, 1]):
         for length, decoder in ((8, None), (12, 12), (4, 16)):
             with pytest.raises(EOFError):
-                ours(**given, seq_length=length, decoder_seq_length=decoder)
+                ours(**arguments_of(config, seq_length=length, decoder_seq_length=decoder))
     specs = [(call.args[1], call.kwargs["longest"]) for call in run.mock_calls]
     lengths = [[each.sends[Kind.FORWARD].shapes[0][0] for each in both] for both in specs]
     assert lengths == [[8, 12], [12, 12], [16, 16]]
+
+
+def session_of(first, **more) -> Any:
+    """A session of two stages, whose ranks exchange by `first` why they do not run ours."""
+    parts = SimpleNamespace(
+        channel=SimpleNamespace(ranks=[0, 1]), collectives=SimpleNamespace(first=first)
+    )
+    return SimpleNamespace(parts=parts, may_split=False, **more)
+
+
+def arguments_of(config, **named):
+    """The arguments by which Megatron calls its forward-backward function on two stages."""
+    one = SimpleNamespace(size=lambda: 1)
+    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2), tp=one, cp=one)
+    names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
+    given = dict.fromkeys(names, 1) | {"seq_length": 8, "model": SimpleNamespace(config=config)}
+    return given | {"p2p_communicator": object(), "pg_collection": groups, **named}
 
 
 def called(config, ranks=(0, 1), told=None, later=None, **named):
@@ -415,15 +425,8 @@ def called(config, ranks=(0, 1), told=None, later=None, **named):
         asked.append(why)
         return told or (why and (0, why))
 
-    one: Any = SimpleNamespace(size=lambda: 1)
-    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2), tp=one, cp=one)
-    names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
-    given = dict.fromkeys(names, 1) | {"seq_length": 8, "model": SimpleNamespace(config=config)}
-    given |= {"p2p_communicator": object(), "pg_collection": groups, **named}
-    collectives = SimpleNamespace(first=first)
-    parts = SimpleNamespace(channel=SimpleNamespace(ranks=[0, 1]), collectives=collectives)
-    session: Any = SimpleNamespace(parts=parts, may_split=False, executed=[])
-    stand_in = ForwardBackward(session, 1, lambda **given: own.append(given))
+    given = arguments_of(config, **named)
+    stand_in = ForwardBackward(session_of(first, executed=[]), 1, lambda **given: own.append(given))
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(ranks)):
         for _ in range(3):
             stand_in(**given)
@@ -520,7 +523,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
     assert (made[1].options.scheduling, made[1].options.max_in_flight) == ("1f1b", None)
 
 
-def test_tokens_are_those_of_the_language_model(hooks):
+def test_facts_are_those_of_the_language_model(hooks):
     """LLaVA's `seq_length` is what an image becomes; a profile of another model is of no use."""
     from envpipe_megatron.integrations.megatron.training import facts_of
 

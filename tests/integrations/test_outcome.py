@@ -58,4 +58,4 @@ def test_what_is_further_than_chance_is_named():
     behind = outcome(w=weight, a=calm, b=calm, c=calm)  # of kernels that always give the same
     assert behind.noise(outcome(w=noisy(weight, 1e-4), a=calm, b=calm, c=calm)) > 5e-5
     far = outcome(w=noisy(weight, 0.1), nothing=nothing, last=noisy(weight, 0.1))
-    assert "two runs of the same differ" in str(first.strays_from(run(weight), far))
+    assert "gradients of two runs of one order differ" in str(first.strays_from(run(weight), far))

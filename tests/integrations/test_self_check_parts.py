@@ -4,6 +4,7 @@ import sys
 import threading
 from collections import UserDict
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,6 +164,32 @@ def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders)
     losses = check({"num_microbatches": 2}, None, lambda **given: [given], None)  # type: ignore[arg-type, return-value]
     assert losses == [{"num_microbatches": 2}]
     assert not check.done
+
+
+class Step:
+    """A forward step that counts, and has a job's arguments as `args`, of which it is not bound."""
+
+    def __init__(self):
+        self.args = SimpleNamespace(num_layers=2)
+        self.count = 0
+
+    def __call__(self, *_):
+        self.count += 1
+        return self.count
+
+
+@pytest.mark.parametrize("binds", [(), ("state",)])
+def test_a_forward_step_that_is_an_object_counts_an_iteration_once(monkeypatch, binds):
+    from envpipe_megatron.integrations.megatron import self_check
+
+    monkeypatch.setattr(self_check, "_Memory", lambda *_: None)
+    monkeypatch.setattr(self_check.SelfCheck, "_that_fits", lambda *_, **__: None)
+    check = self_check.SelfCheck(checked_session(1), lambda count: ["own"], needed=True)  # type: ignore[arg-type, list-item]
+    given: Any = {"num_microbatches": 1, "model": torch.nn.Linear(1, 1), "data_iterator": iter(())}
+    given["forward_step_func"] = partial(Step(), *binds) if binds else Step()
+    counts = []
+    check(given, None, lambda **own: counts.append(own["forward_step_func"]()) or [], None)  # type: ignore[arg-type, func-returns-value]
+    assert counts == [1, 1]
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -63,9 +63,7 @@ def test_a_start_that_has_not_ended_is_not_what_an_earlier_ones_summary_says(tmp
         assert read_run_folder(tmp_path).changed_nothing is nothing
 
 
-def test_records_of_starts_in_which_ranks_were_other_stages_are_not_mixed_with_the_last_ones(
-    tmp_path,
-):
+def test_ranks_that_were_other_stages_in_an_earlier_start_are_left_out(tmp_path):
     """After a restart with fewer replicas, rank 1 is the second stage and was the first one."""
     (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
     for rank, stage in enumerate((0, 0, 1, 1)):

@@ -3,8 +3,6 @@
 import importlib.util
 import io
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from commands import run_badly
 from energy_lines import json_lines
+from locked_file import locked_file
 from rich.console import Console
 from trials_helpers import short_settings, turn, write_text
 
@@ -148,18 +147,8 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     settings = short_settings(tmp_path)
     lock = tmp_path / "out" / ".trial.lock"
     lock.parent.mkdir()
-    other = f"""
-from pathlib import Path
-from envpipe_megatron.files import lock_file
-with lock_file(Path({str(lock)!r})):
-    print("locked", flush=True)
-    input()
-"""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", other], **pipes) as process:
-        assert process.stdout.readline() == b"locked\n"
+    with locked_file(lock):
         assert f"Another run writes to {lock.parent}" in refused(settings)
-        process.communicate(b"\n")
     assert list(lock.parent.iterdir()) == [lock]
 
 

@@ -62,7 +62,10 @@ def test_the_bill_has_one_line_of_all_steps_that_were_too_slow():
 
 
 def varied(work: float, at: int, grown: float = 1.0, slow: float = 1.0) -> Ran:
-    """From an iteration on all units take so many times as long, and those of a stage."""
+    """Run 160 iterations whose work differs, as `work` of `Pipelines` says.
+
+    From iteration `at` on all units take `grown` times as long, and stage 1's `slow` times that.
+    """
 
     def faults(iteration: int) -> dict[tuple[int, int], Conditions]:
         if iteration < at:
@@ -96,13 +99,12 @@ def test_work_that_has_grown_for_good_is_seen():
 
 def test_a_pause_in_a_baseline_does_not_blind():
     judge = Judge(1.0)
-    judge.add_baseline(window([1.0, 1.0]).steps_s, 1.0)
-    # Units have become slower, and one step was held up.
-    judge.add_baseline(window([1.1, 1.43]).steps_s, 1.1)
-    judge.add(window([1.1] * 8).steps_s)
+    judge.add_baseline(np.array([1.0, 1.0]), 1.0)
+    judge.add_baseline(np.array([1.1, 1.43]), 1.1)  # units have become slower; one was held up
+    judge.add(np.full(8, 1.1))
     assert judge.late(1.1) == pytest.approx(0.0)
     judge.begin()
-    judge.add(window([1.1 * 1.02] * 8).steps_s)
+    judge.add(np.full(8, 1.1 * 1.02))
     assert judge.harmed(1.1)
 
 
@@ -118,9 +120,9 @@ def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:
 
 def test_harm_is_added_up():
     judge = Judge(1.0)
-    judge.add_baseline(window([2.0]).steps_s, 2.0)
-    judge.blame(window([2.0, 2.02, 2.04]).steps_s, 2.0, 0.0, "heat")
-    told = judge.blame(window([2.2, 2.2, 2.2]).steps_s, 2.0, 0.0, "a power cap")
+    judge.add_baseline(np.array([2.0]), 2.0)
+    judge.blame(np.array([2.0, 2.02, 2.04]), 2.0, 0.0, "heat")
+    told = judge.blame(np.array([2.2, 2.2, 2.2]), 2.0, 0.0, "a power cap")
     assert "6 steps took 0.66 s longer" in told
     assert "one 10.0 % longer" in told
     assert told.endswith("a power cap")

@@ -126,9 +126,9 @@ def by_stage(args: Namespace) -> list[tuple[str, int]] | None:
             value=granularity,
             remedy="Leave out one of the two.",
         )
-    if pattern := _hybrid_pattern(args):
+    if pattern := _hybrid_pattern(args) or getattr(args, "is_hybrid_model", False):
         raise JobError(
-            f"{RECOMPUTE_FLAG} is of transformer blocks, which a hybrid model has none of",
+            f"{RECOMPUTE_FLAG} is for transformer blocks, and a hybrid model has none",
             value=pattern,
             remedy="Use --recompute-granularity.",
         )

@@ -72,7 +72,7 @@ class ForwardBackward:
         seq_length: int = 0,
     ) -> None:
         self._session = session
-        self._seq_length = seq_length
+        self._longest = seq_length
         self._check = check
         self._framework_function = framework_function
         if framework_iterations is None:
@@ -139,9 +139,7 @@ class ForwardBackward:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
         if rehearsal is None:
-            own = arguments["decoder_seq_length"] or arguments["seq_length"]
-            most = {"seq_length": max(own, self._seq_length), "decoder_seq_length": None}
-            longest = _specs({**arguments, **most}, groups)
+            longest = _specs(arguments, groups, at_least=self._longest)
             count = arguments["num_microbatches"]
             self._session.run_iteration(count, specs, make_work, longest=longest)
         else:
@@ -212,15 +210,20 @@ def _unknown(arguments: dict[str, Any]) -> str:
     return ", ".join(sorted(arguments.keys() - {*_DEFAULTS, *_NEEDED}))
 
 
-def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSpecs:
-    """Return what stages send each other, by Megatron's rule; where lengths vary, the longest."""
+def _specs(
+    arguments: dict[str, Any], groups: ProcessGroupCollection, at_least: int = 0
+) -> StageSpecs:
+    """Return what stages send each other, by Megatron's rule; where lengths vary, the longest.
+
+    Of sequences of `at_least` so many tokens.
+    """
     config = get_model_config(listed(arguments["model"])[0])
     longest = copy.copy(config)
     longest.variable_seq_lengths = False  # else Megatron returns no shape
     shapes = get_tensor_shapes(
-        seq_length=arguments["seq_length"],
+        seq_length=max(arguments["decoder_seq_length"] or arguments["seq_length"], at_least),
         micro_batch_size=arguments["micro_batch_size"],
-        decoder_seq_length=arguments["decoder_seq_length"],
+        decoder_seq_length=None,
         config=longest,
         tp_group=groups.tp,
         cp_group=groups.cp,

@@ -49,17 +49,17 @@ class RepeatedIteration:
     Args:
         chunks: the model, as it is trained.
         data_iterator: as megatron-core's forward-backward functions take it: one, or one a chunk.
-        bound: objects that its forward step is bound to.
+        owners: objects whose state its forward step may change, besides the model.
     """
 
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
         data_iterator: Any,
-        bound: Sequence[object] = (),
+        owners: Sequence[object] = (),
     ) -> None:
         self._chunks = chunks
-        self._restore = _random_states(), _states(chunks, bound)
+        self._restore = _random_states(), _states(chunks, owners)
         self._several = isinstance(data_iterator, list)
         iterators = data_iterator if self._several else [data_iterator]
         #: Data of each chunk from the first on: copies of it draw what was not drawn so far.
@@ -131,13 +131,13 @@ def _random_states() -> Callable[[], None]:
     return restore
 
 
-def _states(chunks: Sequence[torch.nn.Module], bound: Sequence[object]) -> Callable[[], None]:
+def _states(chunks: Sequence[torch.nn.Module], owners: Sequence[object]) -> Callable[[], None]:
     """Return what puts back buffers, other tensors, plain values and sums; no parameter."""
     noted = _Noted()
     for chunk in chunks:
         for module in unwrap_model(chunk).modules():
             noted.note_attributes(module)
-    for owner in bound:
+    for owner in owners:
         noted.note_attributes(owner)
     for name, attribute in _SUMS:
         owner = getattr(sys.modules.get(name), attribute, None)

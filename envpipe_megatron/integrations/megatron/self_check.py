@@ -82,9 +82,10 @@ class SelfCheck:
             return framework_function(**arguments)
         begin_s, why = time.monotonic(), None
         chunks = listed(arguments["model"])
-        # Megatron-Bridge binds its state, in which forwards count operations.
-        bound = getattr(arguments["forward_step_func"], "args", ())
-        iteration = RepeatedIteration(chunks, arguments["data_iterator"], bound)
+        # It may be an object with state; Megatron-Bridge binds one in which forwards count, too.
+        step = arguments["forward_step_func"]
+        owners = (step.func, *step.args) if isinstance(step, partial) else (step,)
+        iteration = RepeatedIteration(chunks, arguments["data_iterator"], owners)
 
         def megatron(data: Any) -> list[Any]:
             return framework_function(**{**arguments, "data_iterator": data})
@@ -166,7 +167,7 @@ class SelfCheck:
             return f"{found[1]} of stage {found[0]} differ from Megatron's, which repeats itself"
         found = self._collectives.first(first.strays_from(ours, again))
         if found is not None:
-            return f"{found[1]}, of stage {found[0]}"
+            return f"on stage {found[0]}, {found[1]}"
         noise = max(self._collectives.by_stage(first.noise(again), max))
         self._say(
             "self-check: losses and gradients differ from Megatron's no more than those of two "

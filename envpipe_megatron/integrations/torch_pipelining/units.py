@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.integrations.framework_units import Reporter, SeenUnit
 from envpipe_megatron.integrations.hooking import replaced
+from envpipe_megatron.integrations.levels import JobError
 from envpipe_megatron.integrations.outcome import Outcome
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
@@ -39,8 +40,8 @@ _ARGUMENTS = "bwd_chunk_id", "loss", "full_backward"
 _CHUNK_IDS = "bwd_chunk_id", "fwd_chunk_id"
 #: Kinds of those whose arguments do not matter.
 _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
-#: Backwards that are run again to see whether they repeat themselves; two may do by chance.
-_REPEATS = 4
+#: How often a backward is tried both ways: kernels may repeat themselves by chance.
+_TRIES = 4
 _NOT_TRIED = "none was tried in two parts"
 
 
@@ -244,26 +245,41 @@ def seen_reason(stage: Any, microbatch: int | None, loss: torch.Tensor | None) -
                 torch.autograd.backward([outputs[at] for at in ends], given, retain_graph=True)
                 return outcome()
 
-        with _own_gradients(leaves.values()):
-            # Of copies: torch detaches the outputs that it is given.
-            copies = [output.clone() for output in outputs]
-            _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
-            _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
-            apart = outcome()
-            found = [*(gradients or ()), *(each.grad for each in leaves.values())]
-            if _share_memory(found, [each.grad for each in weights]):
-                return "a weight's gradient has the memory of another gradient"
-        once = whole()
-        if differing := once.differs_from(apart):
-            # Kernels such as those of attention add in any order: few backwards are alike.
-            others = (whole() for _ in range(_REPEATS))
-            again = next(filter(once.differs_from, others), None)
-            if again is None:
-                return f"its two parts give other bits: {differing}"
-            return once.strays_from(apart, again) or ""
+        def apart() -> Outcome:
+            with _own_gradients(leaves.values()):
+                # Of copies: torch detaches the outputs that it is given.
+                copies = [output.clone() for output in outputs]
+                _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
+                _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
+                found = [*(gradients or ()), *(each.grad for each in leaves.values())]
+                if _share_memory(found, [each.grad for each in weights]):
+                    raise JobError("a weight's gradient has the memory of another gradient")
+                return outcome()
+
+        return _apart_reason(apart, whole)
+    except JobError as error:
+        return str(error)
     except Exception as error:  # also for want of memory: the job's own backward is to come
         return f"torch does not run it in two parts: {type(error).__name__}"
-    return ""
+
+
+def _apart_reason(apart: Callable[[], Outcome], whole: Callable[[], Outcome]) -> str:
+    """Return how gradients of a backward in two parts differ from those of a whole one, if they do.
+
+    Kernels such as those of attention add in any order, more or less often. So once equal is
+    enough, and where runs of a kind differ from each other, others may by as much.
+    """
+    runs_apart, runs_whole = list[Outcome](), list[Outcome]()
+    for _ in range(_TRIES):
+        runs_apart.append(apart())
+        runs_whole.append(whole())
+        differing = runs_whole[-1].differs_from(runs_apart[-1])
+        if differing is None:
+            return ""
+    for runs, others in ((runs_whole, runs_apart), (runs_apart, runs_whole)):
+        if again := next(filter(runs[0].differs_from, runs), None):
+            return runs[0].strays_from(others[0], again) or ""
+    return f"its two parts give other bits: {differing}"
 
 
 @contextlib.contextmanager

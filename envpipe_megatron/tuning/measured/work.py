@@ -62,7 +62,8 @@ class Work:
         work = float(np.median(stages if len(stages) > 1 else 1.0))
         if count >= _TELLS:  # of normal noise medians err by 1.25 standard deviations
             rest = window.own_error(tail_s) * float(np.sqrt(count))
-            self._windows.append((1.25 * float(window.work.std(ddof=1)), rest, work))
+            spread = float(np.median(window.works.std(axis=1, ddof=1)))
+            self._windows.append((1.25 * spread, rest, work))
         # Medians: a window in which something changed varies by that, too.
         *errors, usual = np.median(self._windows or [(np.inf, 0.0, 1.0)], axis=0).tolist()
         error, rest = np.array(errors) / np.sqrt(count)

@@ -48,7 +48,11 @@ def test_envpipes_options_are_those_of_a_job(monkeypatch):
         (("--envpipe-recompute",), "--envpipe-recompute is wrong"),
         (
             ("--envpipe-recompute", "full:1", "--hybrid-layer-pattern", "M-M*|M-M*"),
-            "a hybrid model has none of (got 'M-M*|M-M*')",
+            "a hybrid model has none (got 'M-M*|M-M*')",
+        ),
+        (
+            ("--envpipe-recompute", "full:1", "--is-hybrid-model"),
+            "a hybrid model has none (got true)",
         ),
         (
             ("--envpipe-recompute", "none", "--recompute-activations"),

@@ -4,7 +4,6 @@ import json
 import os
 import pwd
 import re
-import signal
 import socket
 from pathlib import Path
 
@@ -195,23 +194,17 @@ def test_an_epilogue_fails_without_a_driver_only_if_a_dead_job_left_a_lock(node,
     assert run("clocks", "reset").exit_code == 1
 
 
-def test_a_command_that_fails_is_said_where_the_ends_of_children_are_ignored(
-    node, tmp_path, monkeypatch
-):
+@pytest.mark.usefixtures("node", "sigchld_ignored")
+def test_a_sites_command_that_fails_is_said_where_sigchld_is_ignored(tmp_path, monkeypatch):
     site = tmp_path / "site.toml"
-    commands = (
-        'lock_command = ["/bin/false", "{uuid}", "{mhz}"]\nreset_command = ["/bin/false", "{uuid}"]'
-    )
     site.write_text(
-        f'format = "envpipe-site/1"\n[gpu_control]\nbackends = ["command"]\n{commands}\n'
+        'format = "envpipe-site/1"\n[gpu_control]\nbackends = ["command"]\n'
+        'lock_command = ["/bin/false", "{uuid}", "{mhz}"]\n'
+        'reset_command = ["/bin/false", "{uuid}"]\n'
     )
     site.chmod(0o600)
     monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(site))
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a Perl script may
-    try:
-        result = run("clocks", "reset", "--gpu", "0")
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+    result = run("clocks", "reset", "--gpu", "0")
     assert "not reset: The site's command for NVIDIA A100-SXM4-80GB failed" in result.stdout
     assert result.exit_code == 1
 

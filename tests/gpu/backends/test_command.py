@@ -142,14 +142,12 @@ def test_a_failure_says_status_and_the_end_of_what_was_said(script):
         gpu.reset_frequency()
 
 
+@pytest.mark.usefixtures("sigchld_ignored")
 def test_a_command_whose_failure_nobody_would_learn_of_is_not_run(script):
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a rank's script may
-    try:
-        with pytest.raises(GpuError, match=r"SIGCHLD is ignored.*clocks reset"):
-            script.gpu().reset_frequency()
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+    with pytest.raises(GpuError, match=r"SIGCHLD is ignored.*clocks reset"):
+        script.gpu().reset_frequency()
     assert not script.log.exists()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     script.gpu().reset_frequency()
 
 

@@ -354,6 +354,8 @@ def test_a_first_host_that_each_would_look_for_on_itself():
         on_hosts("train.py", hosts=(own[0], other))
     with pytest.raises(EnvPipeError, match=r"on itself, by --master-addr of MASTER_ADDR"):
         on_hosts("train.py", MASTER_ADDR="127.0.0.1")
+    with pytest.raises(EnvPipeError, match=r"on itself, by --master-addr of the command line"):
+        on_hosts("--master-addr=localhost", "train.py")
     for hosts in (own[:1], own, (other, own[0])):
         on_hosts("train.py", hosts=hosts)
     on_hosts("--master-addr", "one", "train.py", hosts=(own[0], other))
