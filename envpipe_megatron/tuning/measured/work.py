@@ -72,6 +72,6 @@ class Work:
             self.now = 1.0
             return float(np.hypot(error, rest)) if self._windows else 0.0
         if len(self._windows) == _KEPT and abs(usual - 1) > max(_LEAST, _GROWN * error):
-            self.now = work / usual
+            self.now = work / usual  # the rest is learnt, as a change of all units
             self._windows.clear()
         return float(np.hypot(rest, _INEXACT))
