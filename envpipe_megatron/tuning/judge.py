@@ -107,7 +107,7 @@ class Judge:
         self._baseline = Steps(_KEPT_BASELINE)
         #: Since the plan that runs was swapped in.
         self._steps = Steps()
-        self.latest_s: FloatArray = np.zeros(0)
+        self.latest_s: FloatArray = np.zeros(1)
         self.faster = 0.0
         #: Steps that lasted longer than they may, by how much, s, and the longest's share.
         self._harm = 0, 0.0, 0.0
