@@ -238,7 +238,9 @@ class Window:
         counts, since what is a GPU's own is no work.
         """
         busy_s = np.array([of.ends_s - of.waits_s.sum(axis=2) for of in self.stages])
-        return np.asarray(np.median(busy_s / np.median(busy_s, axis=2, keepdims=True), axis=0))
+        usual_s = np.median(busy_s, axis=2, keepdims=True)
+        work = np.divide(busy_s, usual_s, out=np.ones_like(busy_s), where=usual_s > 0)
+        return np.asarray(np.median(work, axis=0))
 
     @property
     def work(self) -> FloatArray:

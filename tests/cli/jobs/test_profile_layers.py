@@ -42,7 +42,7 @@ class Jobs:
             (Path(words[-1]) / "links.json").write_text(links_text(LINKS))
             (Path(words[-1]) / "speeds.json").write_text("[640.0, 608.0]")
             return 0
-        self.visible.append(environment.get(VISIBLE_VARIABLE, "as it is"))
+        self.visible.append(environment.get(VISIBLE_VARIABLE, "all"))
         job = LayerJob.of_text(environment[JOB_VARIABLE])
         for sizes in job.sizes:
             if sizes.microbatch_size == self.fails_at:
@@ -88,8 +88,8 @@ def test_a_job_for_each_way_to_share_a_microbatch(tmp_path: Path, jobs: Jobs) ->
     [
         ("4, 5,6", ["5", "4,5"]),
         ("GPU-a,GPU-b", ["GPU-b", "GPU-a,GPU-b"]),
-        ("", ["as it is"] * 2),
-        ("3", ["as it is"] * 2),
+        ("", ["", ""]),
+        ("3", ["3", "3"]),
     ],
 )
 def test_jobs_see_gpus_by_the_names_that_the_command_sees_them_by(
