@@ -150,6 +150,23 @@ def test_parts_that_are_equal_once_may_differ_at_first():
     assert seen_reason(stage_of(compute), 0, None) == ""
 
 
+def test_all_ranks_of_a_stage_run_as_many_backwards():
+    """Those of tensor parallelism send each other parts of gradients within."""
+    run = []
+    for noise in (0.0, 1e-4, 1.0):
+        counted = []
+
+        def compute(of, x, noise=noise, counted=counted):
+            y = of.linear(x).tanh()
+            y.register_hook(lambda gradient: counted.append(1))
+            y.register_hook(lambda gradient: gradient * (1 + noise * torch.rand(WIDTH, WIDTH)))
+            return y @ of.weight
+
+        seen_reason(stage_of(compute), 0, None)
+        run.append(len(counted))
+    assert len(set(run)) == 1
+
+
 def test_what_is_computed_again_is_seen():
     for again in (False, True):
         stage = stage_of(
