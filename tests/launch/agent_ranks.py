@@ -86,10 +86,6 @@ class Rank:
         self.connection.close()
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def connect(agent: NodeAgent) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(LONG_S)

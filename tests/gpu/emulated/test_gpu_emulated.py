@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
+from open_files import open_files
 
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -80,13 +81,12 @@ def test_when_a_change_of_clock_comes_into_force(gpu, steps, ran_s, energy_j):
     assert state.pending is None
 
 
-def test_changes_leave_no_file_open(gpu):
+def test_changes_leave_no_file_open(gpu, tmp_path):
     gpu.advance_to(0.5)
-    opened = Path("/proc/self/fd")
-    before = len(list(opened.iterdir()))
+    before = open_files(tmp_path)
     for end_s in range(1, 5):
         gpu.advance_to(float(end_s))
-    assert len(list(opened.iterdir())) == before
+    assert open_files(tmp_path) == before
 
 
 # --- conservation --------------------------------------------------------------------------------

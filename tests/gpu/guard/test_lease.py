@@ -21,10 +21,10 @@ from lease_helpers import (
     folder,
     gpu,
     left_by_a_dead_guard,
-    open_files,
     take,
     undo_stale,
 )
+from open_files import open_files
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.guard import lease as lease_module
@@ -51,7 +51,7 @@ SCHEMA = json.loads((Path(__file__).parents[3] / "docs/schemas/lease.json").read
 
 
 def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu, monkeypatch):
-    before = open_files()
+    before = open_files(folder)
     umask = os.umask(0o077)
     for name in ("ENVPIPE_JOB_NAME", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, f"{name} \x1b")  # which harms no terminal
@@ -89,7 +89,7 @@ def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu, m
     lease.release()
     assert list_leases() == []
     assert list(folder.iterdir()) == []
-    assert open_files() <= before
+    assert open_files(folder) <= before
 
 
 def test_a_gpu_has_one_holder_whatever_the_back_end(gpu):
@@ -264,12 +264,12 @@ def test_where_leases_cannot_be_locked_this_is_said(gpu, monkeypatch):
 
 
 def test_no_room_for_a_whole_lease(folder, gpu, monkeypatch):
-    before = open_files()
+    before = open_files(folder)
     monkeypatch.setattr(lease_module.os, "write", lambda descriptor, content: len(content) - 1)
     with pytest.raises(LeaseFolderError, match="cannot be written: no space for a whole lease"):
         take(gpu.address)
     assert list(folder.iterdir()) == []
-    assert open_files() <= before
+    assert open_files(folder) <= before
 
 
 def test_a_folder_that_is_swapped_while_a_lease_is_deleted_costs_nobody_elses(
@@ -293,8 +293,8 @@ def test_a_folder_that_is_swapped_while_a_lease_is_deleted_costs_nobody_elses(
     assert not (aside / lease.path.name).exists()
 
 
-def test_a_lease_that_cannot_be_deleted_is_left_for_others_to_undo(gpu, monkeypatch):
-    before = open_files()
+def test_a_lease_that_cannot_be_deleted_is_left_for_others_to_undo(folder, gpu, monkeypatch):
+    before = open_files(folder)
     lease = take(gpu.address)
 
     def unlink(path, *, dir_fd):
@@ -303,7 +303,7 @@ def test_a_lease_that_cannot_be_deleted_is_left_for_others_to_undo(gpu, monkeypa
     monkeypatch.setattr(lease_module.os, "unlink", unlink)
     with pytest.raises(LeaseFolderError, match=r"could not be deleted: Operation.*owner or root"):
         lease.release()
-    assert open_files() <= before
+    assert open_files(folder) <= before
     (record,) = list_leases()
     with pytest.raises(LeaseFolderError, match="could not be deleted"):
         undo_lease(record, open_gpu)

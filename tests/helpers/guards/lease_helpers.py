@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -54,10 +53,6 @@ class FakeGpu:
             self.failures -= 1
             raise GpuError("the driver is busy")
         self.resets += 1
-
-
-def open_files():
-    return set(Path("/proc/self/fd").iterdir())
 
 
 def dead():

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from agent_ranks import open_files
 from energy_lines import window
+from open_files import open_files
 
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
@@ -85,22 +85,22 @@ def test_any_name_gives_a_file_in_the_folder(tmp_path, node):
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    files = open_files()
+    files = open_files(tmp_path)
     with pytest.raises(OSError, match="file"):
         NodeLog(tmp_path / "file" / "out", "n0")
     (tmp_path / "energy-n0.jsonl").mkdir()
     with pytest.raises(OSError, match=r"energy-n0\.jsonl"):
         NodeLog(tmp_path, "n0")
-    assert open_files() == files
+    assert open_files(tmp_path) == files
 
 
 def test_a_disk_that_is_full_from_the_start_is_an_error_that_holds_no_lock(tmp_path, monkeypatch):
-    files = open_files()
+    files = open_files(tmp_path)
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda descriptor, data: 0)
         with pytest.raises(OSError, match="No space left"):
             NodeLog(tmp_path, "n0")
-    assert open_files() == files
+    assert open_files(tmp_path) == files
     NodeLog(tmp_path, "n0").close()
 
 

@@ -1,7 +1,6 @@
 """The clock of a rank whose guard sets it: real guards, emulated GPUs, and words stored by hand."""
 
 import errno
-import gc
 import multiprocessing
 import os
 import random
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu, ServedPage, look_until, pages_go  # noqa: F401 - a fixture
+from open_files import MEMORY, open_files
 
 pytest.importorskip("torch")
 import torch
@@ -187,14 +187,13 @@ def test_without_memory_to_share_no_clock_is_changed(monkeypatch, call):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    gc.collect()  # pages of other tests go, and their files
-    files = len([*Path("/proc/self/fd").iterdir()])
+    files = open_files(*MEMORY)
     monkeypatch.setattr(clock_page.os, call, refuse)
     if call == "open":
         monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(GpuError, match=r"no memory to share with a guard: .*No space left"):
         RankClock(FakeGpu(), guarded=True)
-    assert len([*Path("/proc/self/fd").iterdir()]) == files
+    assert open_files(*MEMORY) <= files
     RankClock(FakeGpu(), guarded=False).close()
 
 
