@@ -18,5 +18,7 @@ assert "HOME" not in os.environ  # as it was
 
 def test_a_user_without_a_home_gets_a_page():
     environ = {name: value for name, value in os.environ.items() if name != "HOME"}
-    ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr
