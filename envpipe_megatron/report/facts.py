@@ -6,16 +6,15 @@ Enter at `report_facts`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from envpipe_megatron.formats.account import NO_TARIFF, Tariff, account_lines
 from envpipe_megatron.formats.bill import Bill, num_gpus
-from envpipe_megatron.formats.energy import FRAMEWORK, OUTSIDE_STEPS, Phase, read_step
-from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
+from envpipe_megatron.formats.energy import FRAMEWORK, OUTSIDE_STEPS, Phase
+from envpipe_megatron.formats.steps import Comparison, StepEnergy
 from envpipe_megatron.report.bubbles import Bubbles, Predicted, find_bubbles, predict
 from envpipe_megatron.report.run_folder import RunFolder
 
-_STEADY, _WARMUP = Phase.STEADY.value, Phase.WARMUP.value
+_STEADY = Phase.STEADY.value
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,7 @@ def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
 
 
 def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
-    """Return figures of phases, from meters.
-
-    A job is compared as in its bill: with the mean of its baselines, each as long as it was in
-    force. Before it could tell one, its whole warm-up is taken.
-    """
+    """Return figures of phases, from meters; a job is compared as in its bill."""
     bill = Bill(folder.energy.lines)
     if all(window.run in bill.other_runs for window in folder.windows):
         bill.other_runs = frozenset()  # starts that have one name
@@ -97,22 +92,14 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         named = ", ".join(sorted(left_out))
         why = "Asked for something else, or had another number of GPUs"
         notes.append(f"{why}, so these figures leave them out: starts {named}.")
-    means, steady, baseline = bill.compared(), bill.steps(_STEADY), _recorded(folder, bill)
+    means, steady, baseline = bill.compared(), bill.steps(_STEADY), None
     if means:
-        of_gpus = (own.compared.baseline for own in bill.of_phase(_STEADY))
-        baseline = baseline or next(each for each in of_gpus if each.time_s)
-        baseline = replace(means[1], iterations=baseline.iterations)
-    if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
-        notes.append(
-            "The job recorded no baseline: its whole warm-up is taken for it, with the first "
-            "step, which is slower than others."
-        )
-    compared = compare(*means) if means else None
-    if compared is None and steady and baseline and baseline.time_s:
-        compared = compare(steady, baseline)
-    comparisons = ({"": compared} if compared else {}) | bill.comparisons()
+        in_force = (own.compared.baseline for own in bill.of_phase(_STEADY))
+        known = next(each for each in in_force if each.time_s)
+        baseline = replace(means[1], iterations=known.iterations)
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
+    comparisons = bill.comparisons()
 
     def average(name: str, phase: str, step: StepEnergy | None) -> StepFacts | None:
         """Return an average step on all ranks of a phase."""
@@ -122,24 +109,10 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     trained = [phase for phase in phases if phase not in (*OUTSIDE_STEPS, FRAMEWORK)]
     return ReportFacts(
         tuple(filter(None, (average(phase, phase, bill.steps(phase)) for phase in trained))),
-        average("baseline", _WARMUP, baseline),
+        average("baseline", _STEADY, baseline),
         average(_STEADY, _STEADY, steady),
-        compared,
+        comparisons.get(""),
         tuple(account_lines(bill, tariff, comparisons)),
         bill,
         tuple(notes),
     )
-
-
-def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
-    """Return the baseline that the job measured: by its job file, summary, or agent's notes.
-
-    The job file is the present job's; the others may be left from an earlier one.
-    """
-    known = [(folder.summary or {}).get("baseline"), bill.facts.get("baseline")]
-    if folder.job is not None:
-        mean: Any = folder.job
-        for name in ("baselines", "", "mean"):  # of a file that may be damaged
-            mean = mean.get(name) if isinstance(mean, dict) else None
-        known = [mean]
-    return next(filter(None, map(read_step, known)), None)

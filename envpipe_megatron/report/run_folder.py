@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envpipe_megatron.core.fields import AMOUNT, TEXT, read_json
+from envpipe_megatron.core.fields import AMOUNT, TEXT, many, read_json
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
@@ -52,7 +52,7 @@ class RunFolder:
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
         summary: of the job, as `summary.json` has it.
-        job: as `job.json` has it, which outlives a killed job.
+        starts: those that `job.json` names, the last one last; none if it does not.
         missing: what is not there or cannot be read, and what the report misses for it.
     """
 
@@ -63,7 +63,7 @@ class RunFolder:
     plan: Plan | None
     clocks: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
-    job: dict[str, Any] | None
+    starts: tuple[str, ...]
     missing: tuple[str, ...]
 
     @property
@@ -117,12 +117,6 @@ class RunFolder:
         return bool(orders) and one_order and all(len(own) == 1 for own in clocks_mhz.values())
 
     @property
-    def starts(self) -> tuple[str, ...]:
-        """The starts that `job.json` names, the last one last; none if it does not."""
-        named = (self.job or {}).get("starts")
-        return tuple(map(str, named)) if isinstance(named, list) else ()
-
-    @property
     def num_stages(self) -> int:
         """Number of stages of the pipeline: the most in any file; 0 if none says."""
         seen = [read.labels.stage for read in self.timelines.iterations]
@@ -170,8 +164,8 @@ def read_run_folder(path: Path) -> RunFolder:
     if any(map(_ended_well, energy.lines)):
         lacking = "the job wrote to another folder (--envpipe-output), or to none"
     summary = _read(path / "summary.json", lacking, _read_summary, missing)
-    job = _read(path / "job.json", "", _read_job, missing)
-    folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, job, ())
+    starts = _read(path / "job.json", "", _read_starts, missing) or ()
+    folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, starts, ())
     folder, others = _of_present_job(folder)
     if others:
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
@@ -224,10 +218,10 @@ def _clock_summary(line: bytes) -> dict[str, Any]:
     return entry
 
 
-def _read_job(file: Path) -> dict[str, Any]:
+def _read_starts(file: Path) -> tuple[str, ...]:
     fields = read_json(file, "File")
     fields.check_format(JOB_FORMAT)
-    return fields.data
+    return fields.read("starts", many(TEXT))
 
 
 def _read_summary(file: Path) -> dict[str, Any]:

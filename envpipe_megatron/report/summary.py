@@ -86,7 +86,7 @@ def comparison_section(facts: ReportFacts) -> Section:
         lines = said, *facts.account
     if facts.changed_nothing:
         said = "Neither clocks nor order were changed: what differs here is chance."
-        lines = (*((said,) if facts.baseline and facts.steady else ()), *facts.account[-1:])
+        lines = (*((said,) if len(named) > 1 else ()), *facts.account[-1:])
     return Section(RESULT, header, tuple(rows), lines)
 
 

@@ -125,7 +125,7 @@ def test_iterations_of_another_order_are_not_counted():
 
 COMPARED = Comparison(0.2, 40.0, 12.0, 0.1, -10.0, 0.2)
 ACCOUNT = tuple(account_lines(bill(window()), NO_TARIFF, {"": COMPARED}))
-FACTS = ReportFacts((), *STEPS, COMPARED, ACCOUNT)
+FACTS = ReportFacts((STEPS[1],), *STEPS, COMPARED, ACCOUNT)
 
 
 @pytest.mark.parametrize("changed_nothing", [True, False])
