@@ -110,7 +110,6 @@ class JobFolder:
             self.path, self.notes = taken
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
-                self.path = self.path.absolute()  # scripts may change their working folder
                 self.path.mkdir(parents=True, exist_ok=True)
         #: Names of the user's files that are here; found now, since a disk may hang later.
         self._given: Collection[str] = ()
@@ -232,7 +231,7 @@ class JobFolder:
         None, after a moment, if a start of this job has it and is waited for.
         """
         for number in count(1):
-            own = path if number == 1 else Path(f"{path}.{number}")  # also of one without a name
+            own = path if number == 1 else Path(f"{path}.{number}")
             lock, where = own / _LOCK_FILE, f"files of this one are in {own}"
             try:
                 own.mkdir(parents=True, exist_ok=True)

@@ -99,19 +99,6 @@ def test_keys_have_all_that_profile_and_baseline_rest_on(tmp_path):
         assert units["envpipe_power_limit_w"] is None
 
 
-def test_a_script_may_change_its_working_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = job_folder(Path("out"))
-    folder.append("loop", {"number": 1})
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    folder.write_plan(planned())
-    folder.append("loop", {"number": 2})
-    folder.close()
-    assert (tmp_path / "out" / "plan.json").exists()
-    assert len((tmp_path / "out" / "loop.jsonl").read_text().splitlines()) == 2
-
-
 def test_a_start_on_a_node_whose_clock_is_behind_is_the_last_one_all_the_same(whole):
     """Readers take the last label for the last start's."""
     job = stored(whole)
@@ -332,12 +319,6 @@ def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     caplog.clear()
     job_folder(tmp_path, of_units(type=object()))  # of none of JSON's types
     assert caplog.text.count("A file could not be written") == 1
-
-
-def test_the_second_live_job_of_a_folder_without_a_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with locked_file(Path(".lock")):
-        assert job_folder(Path()).path == tmp_path / "..2"
 
 
 def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, caplog):
