@@ -197,7 +197,7 @@ def _version(file: StateFile) -> tuple[int, ...]:
 
 
 def _remembered(file: StateFile) -> EmulatedState:
-    """Return what `read` does, without looking again at every number of a file that is read ten times.
+    """Return what `read` does, without looking anew at all numbers of a file that is read often.
 
     Without sleeps the emulated GPUs' files would else be most of what a rank computes.
     """
