@@ -151,7 +151,7 @@ PRINTING = {
 
 @pytest.fixture
 def shown(folder, profile_path):
-    """What these commands print."""
+    """Return what these commands print."""
     plan_for(profile_path, "plan.json")
     append_line(folder / "energy.jsonl", window())
 

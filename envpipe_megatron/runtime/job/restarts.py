@@ -59,7 +59,7 @@ def job_keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) 
             "envpipe_clocks_mhz": [max(clocks), min(clocks)],
             "envpipe_num_clocks": len(clocks),
             "envpipe_clock_backend": gpu.address.backend,
-            "envpipe_power_limit_w": _if_known(lambda: gpu.clock_state().power_limit_w),
+            "envpipe_power_limit_w": _if_known(lambda: gpu.power_state().power_limit_w),
             "envpipe_power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
         },
         "steps": {

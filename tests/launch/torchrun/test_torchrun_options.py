@@ -30,7 +30,7 @@ TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
 
 
 def here(*words, gpus=0, port=None, **environ):
-    """What torchrun gets, whose own default of the master's port is `port`."""
+    """Return what torchrun gets, whose own default of the master's port is `port`."""
 
     def with_port():
         parser = get_args_parser()
