@@ -33,8 +33,7 @@ class StepFacts:
     @property
     def energy_j(self) -> float | None:
         """On all GPUs; None if it is not known."""
-        known = self.mean.energy_j is not None and self.num_gpus
-        return self.num_gpus * self.mean.energy_j if known else None  # type: ignore[operator]
+        return None if self.mean.energy_j is None else self.num_gpus * self.mean.energy_j
 
 
 @dataclass(frozen=True)

@@ -64,15 +64,12 @@ class NodeAgent:
     """
 
     def __init__(self, output_dir: Path, node: str) -> None:
+        self.log = NodeLog(output_dir, node)
         self.address = f"envpipe-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.ExitStack() as half_made:
-            half_made.callback(self._listener.close)
-            self._listener.bind(f"\0{self.address}")
-            self._listener.listen(_BACKLOG)
-            self._listener.setblocking(False)
-            self.log = NodeLog(output_dir, node)
-            half_made.pop_all()
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
         self.gpus = NodeGpus(self.log)
         self.uplink = Uplink(self.log)
         self.log.grown = self.uplink.grown
