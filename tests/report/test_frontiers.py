@@ -47,7 +47,7 @@ def test_each_configuration_is_a_line():
     marks, dots = configurations_chart({"a": [(1.0, 5.0), (2.0, 4.0)], "b": [(3.0, 2.0)]}).marks
     assert marks.columns["name"] == ["a", "b"]
     assert marks.columns["x"] == [[1.0, 2.0], [3.0]]
-    assert marks.columns["y"] == [(5.0, 4.0), (2.0,)]
+    assert marks.columns["y"] == [[5.0, 4.0], [2.0]]
     assert dots.columns["name"] == ["a", "a", "b"], "one plan is no line"
 
 
