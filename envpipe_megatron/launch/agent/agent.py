@@ -72,7 +72,6 @@ class NodeAgent:
         self._listener.setblocking(False)
         self.gpus = NodeGpus(self.log)
         self.uplink = Uplink(self.log)
-        self.log.grown = self.uplink.grown
         self.control: dict[str, Any] | None = None
         self._collector = Collector()
         #: What serves each connected rank, and has its name; and what serves them all.
@@ -226,7 +225,7 @@ class NodeAgent:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
         await asyncio.gather(*map(self.gpus.bill_up_to_now, self.gpus.ledgers()))
         self.log.attempt(self.log.note, ENDED, exit_code=exit_code)
-        if self.uplink.sends:
+        if self.uplink.endpoint is not None:
             await self._holds(self.uplink.knows_all, wait_s)
         if not self._collector.is_the_jobs:
             return []
