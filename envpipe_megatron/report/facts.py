@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from envpipe_megatron.formats.account import NO_TARIFF, Tariff, account_lines
+from envpipe_megatron.formats.account import Tariff, account_lines
 from envpipe_megatron.formats.bill import Bill, num_gpus
 from envpipe_megatron.formats.energy import FRAMEWORK, OUTSIDE_STEPS, Phase
 from envpipe_megatron.formats.steps import Comparison, StepEnergy
@@ -64,13 +64,10 @@ class ReportFacts:
     changed_nothing: bool = False
 
 
-def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
+def report_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     """Add up what a run's folder tells, and predict what its bubbles are worth."""
     facts = replace(_metered_facts(folder, tariff), changed_nothing=folder.changed_nothing)
-    recorded = folder.recorded
-    if not recorded:
-        return facts
-    profile = folder.profile
+    recorded, profile = folder.recorded, folder.profile
     top_mhz = None if profile is None else max(profile.clocks_mhz(0))
     bubbles = find_bubbles(recorded, folder.num_stages, top_mhz)
     if bubbles is None:
@@ -82,10 +79,10 @@ def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
 def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     """Return figures of phases, from meters; a job is compared as in its bill."""
     bill = Bill(folder.energy.lines)
-    if all(window.run in bill.other_runs for window in folder.windows):
+    if all(window.run in bill.other_runs for window in folder.energy.windows):
         bill.other_runs = frozenset()  # starts that have one name
     notes = [f"The bill is incomplete: {reason}" for reason in bill.missing()]
-    if not folder.windows:
+    if not folder.energy.windows:
         return ReportFacts(notes=tuple(notes))
     if left_out := bill.left_out:
         named = ", ".join(sorted(left_out))

@@ -67,11 +67,6 @@ class RunFolder:
     missing: tuple[str, ...]
 
     @property
-    def windows(self) -> tuple[EnergyWindow, ...]:
-        """The metered windows."""
-        return self.energy.windows
-
-    @property
     def recorded(self) -> tuple[RankIteration, ...]:
         """Recorded iterations of starts in which each rank was the stage that it is in the last.
 
@@ -86,7 +81,7 @@ class RunFolder:
 
     @property
     def _labels(self) -> list[GpuLabels | EnergyWindow]:
-        return [*(read.labels for read in self.timelines.iterations), *self.windows]
+        return [*(read.labels for read in self.timelines.iterations), *self.energy.windows]
 
     @property
     def emulated(self) -> bool:
@@ -120,7 +115,7 @@ class RunFolder:
     def num_stages(self) -> int:
         """Number of stages of the pipeline: the most in any file; 0 if none says."""
         seen = [read.labels.stage for read in self.timelines.iterations]
-        seen += [window.stage for window in self.windows if window.stage is not None]
+        seen += [window.stage for window in self.energy.windows if window.stage is not None]
         return max(
             1 + max(seen, default=-1),
             self.profile.num_stages if self.profile else 0,
@@ -170,7 +165,7 @@ def read_run_folder(path: Path) -> RunFolder:
     if others:
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
     missing += _stages_without_timelines(folder)
-    if not folder.timelines.iterations and not folder.windows:
+    if not folder.timelines.iterations and not folder.energy.windows:
         raise EnvPipeError(
             f"No run has left timeline*.jsonl or energy*.jsonl in {path}",
             remedy="Give the folder that --output, --envpipe-output or the quickstart wrote; "
@@ -244,7 +239,7 @@ def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
     starts = folder.starts
     timelines, energy = folder.timelines, folder.energy
     runs = [read.labels.run for read in timelines.iterations]
-    runs += [window.run for window in folder.windows]
+    runs += [window.run for window in folder.energy.windows]
     name = name_of_run(runs[-1]) if runs else ""
 
     def own(run: object) -> bool:

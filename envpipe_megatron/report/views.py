@@ -49,7 +49,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "worth is in the tables of bubbles and levels.",
             [bubbles_chart(facts.bubbles)],
         )
-    if steps := step_charts(folder.windows):
+    if steps := step_charts(folder.energy.windows):
         yield View(
             "iterations",
             "Iterations of the job",
@@ -57,7 +57,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "are shaded.",
             steps,
         )
-    power = power_chart(folder.windows)
+    power = power_chart(folder.energy.windows)
     if power is not None:
         yield View(
             "power",

@@ -11,12 +11,13 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import half_split
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import TimelineLogs
 from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.report import facts as facts_module
 from envpipe_megatron.report.bubbles import _times, find_bubbles, predict
-from envpipe_megatron.report.facts import report_facts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.summary import sections_of
 
@@ -33,6 +34,10 @@ def window(rank, first, last, *, energy_j, phase="steady", run=FIRST):
         "n1", f"GPU-{rank}", "A100", rank, rank // 2, run, phase, first, last, energy_j,
         2.0 * steps, 0.1, (steps, steps / 2, steps / 2), 100.0 + 2 * first,
     )  # fmt: skip
+
+
+def report_facts(of):
+    return facts_module.report_facts(of, Tariff())
 
 
 def folder(*lines, **more):
