@@ -88,25 +88,25 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         named = ", ".join(sorted(left_out))
         why = "Asked for something else, or had another number of GPUs"
         notes.append(f"{why}, so these figures leave them out: starts {named}.")
-    means, steady, baseline = bill.compared(), bill.steps(_STEADY), None
-    if means:
+    phases = dict.fromkeys(phase for _, run, phase, _ in bill.phases if run not in left_out)
+    known = {
+        phase: StepFacts(phase, num_gpus(bill.of_phase(phase)), step)
+        for phase in phases
+        if phase not in (*OUTSIDE_STEPS, FRAMEWORK) and (step := bill.steps(phase)) is not None
+    }
+    steady, baseline = known.get(_STEADY), None
+    if steady is not None and (means := bill.compared()):
         in_force = (own.compared.baseline for own in bill.of_phase(_STEADY))
-        known = next(each for each in in_force if each.time_s)
-        baseline = replace(means[1], iterations=known.iterations)
+        iterations = next(each.iterations for each in in_force if each.time_s)
+        mean = replace(means[1], iterations=iterations)
+        baseline = StepFacts("baseline", steady.num_gpus, mean)
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
     comparisons = bill.comparisons()
-
-    def average(name: str, phase: str, step: StepEnergy | None) -> StepFacts | None:
-        """Return an average step on all ranks of a phase."""
-        return None if step is None else StepFacts(name, num_gpus(bill.of_phase(phase)), step)
-
-    phases = dict.fromkeys(phase for _, run, phase, _ in bill.phases if run not in left_out)
-    trained = [phase for phase in phases if phase not in (*OUTSIDE_STEPS, FRAMEWORK)]
     return ReportFacts(
-        tuple(filter(None, (average(phase, phase, bill.steps(phase)) for phase in trained))),
-        average("baseline", _STEADY, baseline),
-        average(_STEADY, _STEADY, steady),
+        tuple(known.values()),
+        baseline,
+        steady,
         comparisons.get(""),
         tuple(account_lines(bill, tariff, comparisons)),
         bill,
