@@ -155,8 +155,9 @@ def read_run_folder(path: Path) -> RunFolder:
     missing += _torn(unreadable)
     if not clocks:
         missing.append("clocks.jsonl: whether clocks followed is not known")
+    notes = (line for line in energy.lines if isinstance(line, EnergyNote))
     lacking = "the job did not end in order"
-    if any(map(_ended_well, energy.lines)):
+    if any(note.note == ENDED and note.fields.get("exit_code") == 0 for note in notes):
         lacking = "the job wrote to another folder (--envpipe-output), or to none"
     summary = _read(path / "summary.json", lacking, _read_summary, missing)
     starts = _read(path / "job.json", "", _read_starts, missing) or ()
@@ -172,13 +173,6 @@ def read_run_folder(path: Path) -> RunFolder:
             "envpipe simulate draws a profile and a plan.",
         )
     return replace(folder, missing=tuple(missing))
-
-
-def _ended_well(line: EnergyWindow | EnergyNote) -> bool:
-    """Say whether it is the end of a node whose ranks have all ended without an error."""
-    if isinstance(line, EnergyWindow) or line.note != ENDED:
-        return False
-    return line.fields.get("exit_code") == 0
 
 
 def _torn(lines: Sequence[str]) -> list[str]:
