@@ -303,6 +303,11 @@ def calls_of_modules() -> Iterator[list[str]]:
         hook.remove()
 
 
+def _free_bytes(device: torch.device) -> float:
+    """Return what the driver has left: for more, torch would wait for all of the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+
+
 def _reason_of_graph(
     outputs: Sequence[torch.Tensor], inputs: Sequence[Any], weights: Sequence[torch.Tensor]
 ) -> str:
@@ -330,9 +335,7 @@ def _reason_of_graph(
     room_bytes = sum(2 * _local(each).nbytes for each in weights) + sum(
         math.prod(each.shape) * each.dtype.itemsize for each in (*held, *met)
     )
-    try:  # the allocator keeps it
-        torch.empty(room_bytes, dtype=torch.uint8, device=outputs[0].device)
-    except torch.OutOfMemoryError:
+    if room_bytes > _free_bytes(outputs[0].device):
         return "memory has no room to try it in two parts"
     return ""
 
