@@ -21,7 +21,7 @@ from envpipe_megatron import __version__
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.account import Tariff, account_lines
-from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.bill import SUMMARY_FORMAT, Bill
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase, split_phase
 from envpipe_megatron.formats.energy_sums import total_of
 from envpipe_megatron.formats.steps import IntervalEnergy, StepEnergy
@@ -313,7 +313,7 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
     baseline = None if measured is None else measured.mean
     phases = {phase: bill.steps(phase) for _, _, phase, _ in bill.phases}
     summary = {
-        "format": "envpipe-summary/1",
+        "format": SUMMARY_FORMAT,
         "created_by": f"envpipe {__version__}",
         "started": session.parts.folder.started,
         "only_measures": only_measures,

@@ -121,7 +121,7 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
 
 
 def told_to(*facts):
-    """What ranks are told that begin with these facts, each in a thread."""
+    """Return what ranks get that begin with these facts, each in a thread."""
     met, told = Barrier(len(facts), timeout=20), []
 
     def of_all_ranks(own):
