@@ -1,4 +1,4 @@
-"""What the site needs beside its pages: the root's pages, links out of docs, and formulas.
+"""Add to the site what is not a page of docs: the root's pages, links out of docs, and formulas.
 
 mkdocs calls the functions by their names. Pages stay readable on their own: links are relative to
 the file, and go to the root's pages (SECURITY.md) or to code; here the first become pages of the

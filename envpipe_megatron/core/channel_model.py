@@ -182,8 +182,8 @@ def slots_of(schedule: Schedule, most: int) -> int:
 def _channels(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
     """Return [num_units] the channels of each node's input and output, or -1, and a count.
 
-    Of the channel's messages, so many must have come for that input. The channel of a kind from a
-    stage to another is `(kind * num_stages + stage) * num_stages + other`.
+    The count is of the channel's messages that must have come for that input. The channel of a
+    kind from a stage to another is `(kind * num_stages + stage) * num_stages + other`.
     """
     stages, width = schedule.num_stages, schedule.units_per_stage
     takers = np.flatnonzero(schedule.receives)

@@ -23,7 +23,7 @@ _PERCENT = Number(positive=True, below=100.001)
 
 @dataclass(frozen=True)
 class Wishes:
-    """From the next window on, for the whole job.
+    """Wishes for the whole job, from its next window on.
 
     Attributes:
         power_budget_w: mean power of one GPU of the job over an iteration, at most, W; None for no

@@ -200,10 +200,10 @@ def load_preset(name_or_path: str) -> GpuPreset:
 
 
 def read_preset_name(given: str) -> str | None:
-    """Return the preset, whose name users write in any case; a path stays as it is."""
+    """Return the preset, whose name users write in any case, or its file's absolute path."""
     if given == "auto":
         return None
-    name = given if given.endswith(".toml") else given.lower()
+    name = str(resolve_preset(given)) if given.endswith(".toml") else given.lower()
     load_preset(name)
     return name
 

@@ -89,7 +89,7 @@ class Hooks(Generic[T]):
         self.while_training = ExitStack()
 
     def note(self, name: str, iterations: int = 1) -> None:
-        """Note a call of this hook, of which so many iterations have one at most.
+        """Note a call of this hook: there is at most one in this many iterations.
 
         Log, once a node, which of the needed ones no call has reached.
         """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
@@ -20,6 +21,8 @@ from envpipe_megatron.integrations.levels import ArgumentLimit, JobError, Level,
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.options import read_values
+
+logger = logging.getLogger(__name__)
 
 BRIDGE_LIMITS = (
     *LIMITS,
@@ -132,11 +135,13 @@ class EnvPipeCallback:
         """
         from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
-        if self._framework_function is None:
-            raise JobError(
-                "Megatron-Bridge's training loop does not get EnvPipe's forward-backward function",
-                remedy="Make one before each call of `pretrain`, in the same process.",
+        if self._framework_function is None:  # used twice, or made behind another, or too late
+            logger.error(
+                "This training runs without EnvPipe: Megatron-Bridge's loop did not get this "
+                "callback's function. Make one, and no more, before each call of `pretrain`, in "
+                "the same process"
             )
+            return
         args = arguments_of(context.state.cfg, dist.get_world_size())
         check_metered(args, BRIDGE_REFUSED)
         options = options_of(args, self._options)

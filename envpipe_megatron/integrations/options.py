@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,10 @@ def read_options(
     save = "" if save_folder is None else str(save_folder)
     if options.output is None and save and "://" not in save:  # an object store has no folder
         options = replace(options, output=Path(save) / "envpipe")
+    with suppress(OSError):  # the working folder may be gone; scripts may change it later
+        files = {name: getattr(options, name) for name in ("output", "profile", "plan")}
+        absolute = {name: path.absolute() for name, path in files.items() if path is not None}
+        options = replace(options, **absolute)
     limit = options.max_in_flight
     if isinstance(limit, tuple) and len(limit) != num_stages:
         which = f"one number, or one for each of {num_stages} stages"

@@ -53,7 +53,8 @@ class Outcome:
         for name, gradient in gradients.items():
             flat, name = gradient.detach().flatten(), f"gradients of {name}"
             digests[name] = _digest(flat)
-            samples[name] = flat[:: max(1, flat.numel() // _SAMPLE)].float().cpu()
+            # By an odd step, since even ones keep to a few columns, which may be of dead neurons.
+            samples[name] = flat[:: flat.numel() // _SAMPLE | 1].float().cpu()
             finite = finite and bool(flat.sum(dtype=torch.float32).isfinite())
         return cls(digests, samples, finite)
 

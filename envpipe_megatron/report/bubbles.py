@@ -37,7 +37,7 @@ from envpipe_megatron.report.pipelines import (
     whole_pipelines,
 )
 
-#: So many of the latest iterations at full clock are looked at.
+#: Number of latest iterations at full clock that are looked at.
 _LATEST = 16
 #: A GPU whose units take this share longer than those of its stage's others is a straggler.
 _STRAGGLES = 0.02

@@ -219,16 +219,25 @@ def test_what_never_trained_leaves_the_loop_as_it_was(loop, trainings):
     assert vars(loop) == own
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_a_loop_that_is_not_reached(loop, trainings, used):
-    """Since a callback came too late, or has had its training."""
+@pytest.mark.parametrize("why", ["late", "used", "two"])
+def test_a_training_whose_loop_is_not_reached_runs_without(loop, trainings, caplog, why):
+    """Since a callback came too late, has had its training, or another was made behind it."""
     callback = make()
-    if used:
+    if why == "used":
         begin(callback, loop, config())
         callback.on_train_end()
-        loop.get_forward_backward_func()
-    with pytest.raises(JobError, match="does not get EnvPipe's forward-backward function"):
-        callback.on_train_start(context(config()))
+    last = make() if why == "two" else None
+    made = len(trainings)
+    function = None if why == "late" else loop.get_forward_backward_func()
+    for each in filter(None, (callback, last)):
+        each.on_train_start(context(config()))
+    assert "This training runs without EnvPipe" in caplog.text
+    callback.on_train_step_start(context(config()))
+    if function:
+        assert function(n=0).startswith("ours" if last else "Megatron")
+    callback.on_train_step_end(context(config(), skipped_iter=0))
+    callback.on_train_end(context(config()))
+    assert len(trainings) == made + (last is not None)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.presets import resolve_preset
 from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.integrations.options import (
     OF_LEVELS,
@@ -193,6 +194,7 @@ def test_memory_is_refused_without_gpus():
         read("--max-in-flight memory", on_gpu=False)
 
 
+HERE = Path.cwd()
 OF_FLAGS = {"scheduling": "1f1b", "reconfigure": "greedy"}
 VARIABLES = {"ENVPIPE_TYPE": "envelope"}
 VARIABLES |= {f"ENVPIPE_{name.upper()}": value for name, value in OF_FLAGS.items()}
@@ -210,10 +212,10 @@ OF_AUTO = {"ENVPIPE_SCHEDULING": "auto", "ENVPIPE_RECONFIGURE": "balanced"}
         *((f"--level {level}", {}, {"level": level}) for level in Level),
         *((f"--self-check {word}", {}, {"self_check": word}) for word in ("off", "always")),
         ("", {"on_gpu": False}, {"max_in_flight": None}),
-        ("", {"save": "checkpoints"}, {"output": Path("checkpoints/envpipe")}),
-        ("", {"save": 2026}, {"output": Path("2026/envpipe")}),  # as `explain` reads a name
+        ("", {"save": "checkpoints"}, {"output": HERE / "checkpoints/envpipe"}),
+        ("", {"save": 2026}, {"output": HERE / "2026/envpipe"}),  # as `explain` reads a name
         ("", {"save": "msc://profile/checkpoints"}, {"output": None}),
-        ("--output here", {"save": "checkpoints"}, {"output": Path("here")}),
+        ("--output here", {"save": "checkpoints"}, {"output": HERE / "here"}),
         # Names in any case.
         ("--scheduling 1F1B", {}, {"scheduling": "1f1b"}),
         (
@@ -236,6 +238,24 @@ OF_AUTO = {"ENVPIPE_SCHEDULING": "auto", "ENVPIPE_RECONFIGURE": "balanced"}
 def test_options_are_what_flags_variables_and_the_job_say(words, how, expected):
     options = read(words, **how)
     assert {name: getattr(options, name) for name in expected} == expected
+
+
+def test_a_script_may_change_its_working_folder(tmp_path, monkeypatch):
+    """Files are read when training begins, and again by a job that is made at a lower level."""
+    monkeypatch.chdir(tmp_path)
+    own = resolve_preset("v100").read_text()
+    (tmp_path / "own.toml").write_text(own)
+    options = read("--profile p.csv --plan q.json --output out --gpu own.toml")
+    assert {options.profile, options.plan, options.output, Path(options.gpu)} == {
+        tmp_path / name for name in ("p.csv", "q.json", "out", "own.toml")
+    }
+
+
+def test_a_working_folder_that_is_gone_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert read("--output out").output == Path("out")
 
 
 def read_by_name(settings):
@@ -287,7 +307,10 @@ def test_values_of_all_kinds(tmp_path):
         ({"type": "uniform", "reconfig": "optimal"}, "reconfigure optimal .* with type uniform"),
         ({"scheduling": "1f1b", "max_in_flight": 4}, "or use scheduling .*zb-h1"),
         ({"objective": "joules"}, "objective is energy, time, cost or edp .*'joules'"),
-        ({"profile": "nowhere.csv"}, r"^The profile nowhere\.csv is not readable: .*No such file"),
+        (
+            {"profile": "nowhere.csv"},
+            r"^The profile .*/nowhere\.csv is not readable: .*No such file",
+        ),
         (
             {"gpu_control": "none", "require_control": True},
             "gpu_control none does not go with require_control",

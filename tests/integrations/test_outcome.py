@@ -59,3 +59,16 @@ def test_what_is_further_than_chance_is_named():
     assert behind.noise(outcome(w=noisy(weight, 1e-4), a=calm, b=calm, c=calm)) > 5e-5
     far = outcome(w=noisy(weight, 0.1), nothing=nothing, last=noisy(weight, 0.1))
     assert "gradients of two runs of one order differ" in str(first.strays_from(run(weight), far))
+
+
+def test_a_large_gradient_is_looked_at_in_all_columns():
+    torch.manual_seed(3)
+    weight, other = torch.randn(8192, 512), torch.randn(400)
+    weight[:, ::16] = 0.0  # of dead neurons
+
+    def run(w):
+        return outcome(w=noisy(w, 1e-5), other=noisy(other, 1e-5))
+
+    first, again = run(weight), run(weight)
+    assert first.strays_from(run(weight), again) is None
+    assert "gradients of w differ" in str(first.strays_from(run(weight / 2), again))

@@ -1,10 +1,8 @@
 """A real text through Megatron-LM's own preprocessing and tokenizer, and training on it."""
 
-import importlib.util
 import json
 import os
 import shlex
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 from checkouts import DEEPSPEED_VARIABLE, TAGS
 from click.testing import CliRunner
 from lm_cases import PP4, Case, full, run_case, run_envpipe
-from make_corpus import CPU_RUN, corpus_args, make_corpus, texts_of_python, train_gpt2
+from make_corpus import corpus_args, make_corpus, texts_of_python, train_gpt2
 
 # make_corpus has the folder in the path.
 from prepare_webtext import main as prepare_webtext
@@ -75,15 +73,17 @@ class Collected:
         lines = [json.dumps({"text": text}) + "\n" for text in self.texts]
         (folder / "text" / "a.jsonl").write_text("".join(lines[:12]) + lines[0])
         (folder / "text" / "b.json").write_text("".join(lines[8:]) + "torn\n")
+        # As cpu_run's `name_override`.
+        backport = "import typing, typing_extensions as e; typing.override = e.override"
+        (folder / "sitecustomize.py").write_text(backport)
 
-    def prepare(self, checkout, *, python=sys.executable):
+    def prepare(self, checkout):
         """The words to train with, and the files of tokens."""
         output = self.folder / checkout.name
         words = [self.folder / "text", "--megatron", checkout, "--output", output]
         words += ["--vocab", self.vocab, "--merges", self.merges, "--workers", 2]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "executable", str(python))
-            result = CliRunner().invoke(prepare_webtext, list(map(str, words)))
+        environment = {"PYTHONPATH": f"{self.folder}:{os.environ.get('PYTHONPATH', '')}"}
+        result = CliRunner().invoke(prepare_webtext, list(map(str, words)), env=environment)
         assert result.exit_code == 0, (result.output, result.exception)
         assert "left out: 5 exact duplicates, 1 that cannot be used" in result.output
         prefix = output / "webtext_text_document"
@@ -102,13 +102,7 @@ def collected(tmp_path_factory):
 def prepared(collected, checkout):
     """By tag, what each checkout makes of the collected text."""
     pytest.importorskip("transformers")
-    # As in make_corpus: Triton is imported unasked.
-    python = sys.executable
-    if not importlib.util.find_spec("triton"):
-        python = collected.folder / "python"
-        python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(CPU_RUN)])} "$@"\n')
-        python.chmod(0o755)
-    return {tag: collected.prepare(checkout(tag), python=python) for tag in TAGS}
+    return {tag: collected.prepare(checkout(tag)) for tag in TAGS}
 
 
 def test_collected_text_becomes_the_same_tokens_by_all_tags(collected, prepared):

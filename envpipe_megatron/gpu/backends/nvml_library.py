@@ -97,7 +97,7 @@ def _named_error(error: pynvml.NVMLError, action: str) -> GpuError:
 
 
 _handles: dict[str, Any] = {}
-"""Of GPUs, by uid."""
+"""NVML's handles of GPUs, by uid."""
 # Where other code initialises NVML in a forked child, it refuses those of the parent.
 os.register_at_fork(after_in_child=_handles.clear)
 

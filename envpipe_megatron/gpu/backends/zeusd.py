@@ -1,8 +1,7 @@
 """A GPU whose clock zeusd changes: the Zeus project's daemon, which has the rights for everybody.
 
 Requests go over its Unix socket, as its HTTP API (https://ml.energy/zeus/zeusd/api/) describes
-them. All are blocking ones: they return with the
-driver's error, and the daemon works them off in order.
+them. All of them block: they return with the driver's error, and the daemon handles them in order.
 
 A daemon numbers GPUs as its own NVML does, which another container need not share. So every change
 has a connection to itself, on which the daemon is first asked for its GPUs, and ours is found by

@@ -26,13 +26,17 @@ _ARGUMENTS = {"fp8_format": "fp8", "fp4_format": "fp4"}
 #: Megatron's defaults, where they are neither None nor off.
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 _SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
-#: Arguments that are reckoned with: whole numbers from 1, and no more than these.
+#: Arguments that are reckoned with: whole numbers from 1, or 0 for none, and no more than these.
 _COUNTS = (
     *_SIZES,
     "expert_model_parallel_size",
     "num_experts",
     "num_distributed_optimizer_instances",
     "tensor_parallel_num_weight_shards",
+    "gtp_weight_remat_size",
+    "expert_gtp_weight_remat_size",
+    "fp8_amax_history_len",
+    "timing_log_level",
     "micro_batch_size",
     "global_batch_size",
     "num_layers",
@@ -41,7 +45,10 @@ _COUNTS = (
     "num_virtual_stages_per_pipeline_rank",
     "microbatch_group_size_per_virtual_pipeline_stage",
 )
+_MAY_BE_0 = ("num_experts", "timing_log_level")
 _MOST = 1_000_000
+#: Arguments that list names.
+_LISTS = ("cuda_graph_scope", "cuda_graph_modules")
 #: Tables of a recipe: flags and variables.
 _TABLES = ("MODEL_ARGS", "ENV_VARS")
 
@@ -49,7 +56,8 @@ _TABLES = ("MODEL_ARGS", "ENV_VARS")
 def read_flags(words: Sequence[str]) -> Namespace:
     """Read `--name value ...` and `--name=value`; of a flag that is there twice, the last counts.
 
-    Raises EnvPipeError for a word that belongs to no flag, and a count that is none.
+    Raises EnvPipeError for a word that belongs to no flag, a count that is none, and a name that is
+    a number or missing.
     """
     begins = [place for place, word in enumerate(words) if word.startswith("--")]
     if words and begins[:1] != [0]:
@@ -61,12 +69,14 @@ def read_flags(words: Sequence[str]) -> Namespace:
         values = [*([value] if equals else ()), *words[begin + 1 : end]]
         setattr(args, _ARGUMENTS.get(name, name), _value(values))
     for name in _COUNTS:
-        count = getattr(args, name, None)
-        if name == "num_experts" and count == 0:  # none, in Megatron's words
-            continue
-        if count is not None and (type(count) is not int or not 1 <= count <= _MOST):
-            flag = f"--{name.replace('_', '-')}"
-            raise EnvPipeError(f"{flag} is a whole number from 1 to {_MOST:,}", value=count)
+        count, least = getattr(args, name, None), int(name not in _MAY_BE_0)
+        if count is not None and (type(count) is not int or not least <= count <= _MOST):
+            raise EnvPipeError(
+                f"{_flag(name)} is a whole number from {least} to {_MOST:,}", value=count
+            )
+    for name in _LISTS:
+        if not isinstance(value := getattr(args, name, ""), str | list):
+            raise EnvPipeError(f"{_flag(name)} takes names", value=value)
     args.virtual_pipeline_model_parallel_size = _num_chunks(args)
     if getattr(args, "recompute_activations", False):
         args.recompute_granularity = "selective"
@@ -144,13 +154,17 @@ def by_stage(args: Namespace) -> list[tuple[str, int]] | None:
 
 def _words(flag: str, value: object) -> list[str]:
     """Write a flag as in a command line; `"[a b]"` is a list, too."""
-    flag = f"--{flag.removeprefix('--').replace('_', '-')}"
+    flag = _flag(flag.removeprefix("--"))
     if value is None or value is False:
         return []
     if isinstance(value, str) and value.startswith("["):
         value = value.strip("[]").split()
     values = [] if value is True else value if isinstance(value, list) else [value]
     return [flag, *map(str, values)]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _value(words: Sequence[str]) -> object:

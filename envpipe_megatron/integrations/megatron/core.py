@@ -215,7 +215,8 @@ def _specs(
 ) -> StageSpecs:
     """Return what stages send each other, by Megatron's rule; where lengths vary, the longest.
 
-    Of sequences of `at_least` so many tokens.
+    Args:
+        at_least: tokens of the longest sequence, if it is longer than the configured one.
     """
     config = get_model_config(listed(arguments["model"])[0])
     longest = copy.copy(config)

@@ -56,7 +56,7 @@ class MegatronWork:
         forwards = [unit for unit in order if unit.kind is Kind.FORWARD]
         self._first_forwards = set({unit.chunk: unit for unit in reversed(forwards)}.values())
         #: By forward, the chunk whose parameters are gathered before it: at the same time on all
-        #: stages, of which those behind come to a chunk later (Megatron's own rule).
+        #: stages, though later stages come to a chunk later (Megatron's own rule).
         self._gathered_before = {
             forwards[max(0, forwards.index(first) - stage)]: first.chunk + 1
             for first in self._first_forwards
@@ -153,8 +153,8 @@ class _Reduction:
 
     Where no backward is split, that is when Megatron does it: with its own reducer in a chunk's
     last backward; with a `grad_sync_func` on stage 0 in that, too, on others behind their units,
-    in the bubble at the end. With chunks that is at the same time on all stages, of which those
-    behind come to a chunk later.
+    in the bubble at the end. With chunks that is at the same time on all stages, though
+    later stages come to a chunk later.
 
     Its own reducer wants each parameter's gradient in that backward, and one in two parts has none
     of some in either. So where some are split, its hooks only add gradients up, and it is called

@@ -25,7 +25,6 @@ from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import read_settings
 from envpipe_megatron.integrations.torch_pipelining.orders import (
-    AttachError,
     Runner,
     facts_of,
     group_size,
@@ -36,7 +35,7 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     message_of,
     stages_trained_by,
 )
-from envpipe_megatron.integrations.torch_pipelining.units import Units, known_reason
+from envpipe_megatron.integrations.torch_pipelining.units import NOT_TRIED, Units, known_reason
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
@@ -49,7 +48,8 @@ class AttachedPipeline(LeveledJob):
 
     Every rank of the job makes one at the same point of the program, replicas and the other ranks
     of a stage too, before the schedule's first step, and calls its methods at the same points.
-    Where a GPU cannot be read, the schedule stays torch's. A step lasts from one call of the
+    Where a GPU cannot be read, or while another job of this process has not ended, the schedule
+    stays as it is. A step lasts from one call of the
     schedule's `step` to the next one: what lies between, such as the optimizer, is billed to the
     step before.
 
@@ -80,12 +80,6 @@ class AttachedPipeline(LeveledJob):
     ) -> None:
         self._schedule = schedule
         self._stages = stages_trained_by(schedule)
-        if isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline):
-            raise AttachError(
-                "EnvPipe is attached to this schedule already",
-                value=type(schedule).__name__,
-                remedy="Call end_training of what the first attach returned.",
-            )
         for stage in self._stages:
             check_current(torch.device(stage.device))
         group = self._stages[0].group or dist.GroupMember.WORLD
@@ -116,7 +110,11 @@ class AttachedPipeline(LeveledJob):
             say,
             limits_of_ranks(limits_of(schedule, own, why_not, self._stages)),
         )
-        self._units = Units(self._stages, split=self._own is not None and self._own.split)
+        self._units = Units(
+            self._stages,
+            lambda why: self.session.parts.collectives.over_replicas(why, max),
+            split=self._own is not None and self._own.split,
+        )
         self._units.report_losses_of(schedule)
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
@@ -234,8 +232,13 @@ class AttachedPipeline(LeveledJob):
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step by torch, and compare its units with the order that the schedule names."""
         seen, self._units.seen = UnitRecorder(), set()
-        if self._units.why_whole is not None and (why := known_reason(self._stages)):
-            # Of what was wrapped behind `attach`.
+        if self._units.why_whole == {}:  # else a first step has failed
+            # Of what was wrapped behind `attach`. A trial is of all ranks of a stage, or of none.
+            own_reason = known_reason(self._stages), int(self._schedule._n_microbatches)
+            reasons, counts = zip(*of_all_ranks(own_reason), strict=True)
+            why = max(reasons) or NOT_TRIED
+            if len(set(counts)) > 1:
+                why = "ranks had other numbers of microbatches in the first step"
             self._units.why_whole = dict.fromkeys(range(len(self._stages)), why)
         self._units.reporter = seen
         try:

@@ -12,6 +12,7 @@ for, and one backward of the job's first step is run both ways.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,11 +28,11 @@ from torch.distributed.pipelining import _backward
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.integrations.framework_units import Reporter, SeenUnit
 from envpipe_megatron.integrations.hooking import replaced
-from envpipe_megatron.integrations.levels import JobError
 from envpipe_megatron.integrations.outcome import Outcome
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
@@ -42,7 +43,8 @@ _CHUNK_IDS = "bwd_chunk_id", "fwd_chunk_id"
 _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
 #: How often a backward is tried both ways: kernels may repeat themselves by chance.
 _TRIES = 4
-_NOT_TRIED = "none was tried in two parts"
+NOT_TRIED = "none was tried in two parts"
+_HOOKS = "hooks, which a trial of the parts would call, too"
 
 
 #: State that units may change beside their outputs and gradients, and the effect of another order.
@@ -64,16 +66,21 @@ class Units:
 
     Args:
         stages: of this rank, in the order of their chunks.
+        agree: returns a reason that a rank of this stage has against a trial, on all of them, or
+            nothing. They may send each other parts of tensors within backwards.
         split: whether the order lists whole backwards as two parts that run as one.
     """
 
-    def __init__(self, stages: Iterable[Any], *, split: bool) -> None:
+    def __init__(self, stages: Iterable[Any], agree: Callable[[str], str], *, split: bool) -> None:
         self.reporter: Reporter | None = None
         #: State that units were seen to change; None while they are not watched.
         self.seen: set[str] | None = None
         self.split = split
         #: By chunk, why its backwards stay whole, if they do; None if that is not looked for.
         self.why_whole: dict[int, str] | None = None
+        #: Chunks of which a backward has run, and what was seen that is against a trial of parts.
+        self._ran, self._against = set[int](), dict[int, str]()
+        self._agree = agree
         self._awaits_loss = False
         self._reporting: list[Any] = []
         self._replaced = contextlib.ExitStack()
@@ -145,6 +152,7 @@ class Units:
         """Run a unit, and look at what it changes beside its outputs and gradients."""
         assert self.seen is not None
         before, versions = _random_states(stage.device), _versions(stage)
+        hooks = RemovableHandle.next_id
         with contextlib.ExitStack() as watching:
             called = [] if forward else watching.enter_context(calls_of_modules())
             result = run()
@@ -152,19 +160,22 @@ class Units:
             self.seen.add(DRAWN_BY_FORWARDS if forward else DRAWN_BY_BACKWARDS)
         if not forward and versions != _versions(stage):
             self.seen.add(BUFFERS_BY_BACKWARDS)
-        if called and self.why_whole is not None and not stage.is_first:
-            self.why_whole[chunk] = f"torch would compute {called[0]} again for each of its weights"
+        if called:
+            self._against[chunk] = f"torch would compute {called[0]} again for each of its weights"
+        elif forward and hooks != RemovableHandle.next_id:
+            self._against[chunk] = f"a forward sets {_HOOKS}"
         return result
 
     def _look_at_parts(self, stage: Any, chunk: int, microbatch: int | None, loss: Any) -> None:
         """Find out why a chunk's backwards stay whole: the first backward shows what they do."""
         assert self.seen is not None
         assert self.why_whole is not None
-        effects = self.seen - {DRAWN_BY_FORWARDS}
-        if chunk not in self.why_whole:
-            self.why_whole[chunk] = _NOT_TRIED
-        elif self.why_whole[chunk] is _NOT_TRIED and not effects:
-            self.why_whole[chunk] = seen_reason(stage, microbatch, loss)
+        if self.why_whole[chunk] is NOT_TRIED and chunk in self._ran:
+            own = self._against.get(chunk) or max(self.seen - {DRAWN_BY_FORWARDS}, default="")
+            self.why_whole[chunk] = seen_reason(
+                stage, microbatch, loss, lambda why: self._agree(own or why)
+            )
+        self._ran.add(chunk)
 
     def _backward(self, *, whole: bool) -> tuple[Kind, ...]:
         """Return the units of torch's backward, which run as one."""
@@ -203,7 +214,7 @@ def known_reason(stages: Sequence[Any]) -> str:
             if wrappers:
                 return f"with {wrappers[0]} their parts are not shown to give the same gradients"
             if module._backward_hooks or module._backward_pre_hooks:
-                return "modules have backward hooks, which a trial of the parts would call, too"
+                return f"modules have backward {_HOOKS}"
         if stage.dw_builder is not None:
             return "a stage has a dw_builder of its own"
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
@@ -212,10 +223,13 @@ def known_reason(stages: Sequence[Any]) -> str:
     return ""
 
 
-def seen_reason(stage: Any, microbatch: int | None, loss: torch.Tensor | None) -> str:
+def seen_reason(
+    stage: Any, microbatch: int | None, loss: torch.Tensor | None, agree: Callable[[str], str]
+) -> str:
     """Return why a stage's backwards stay whole, by one that is about to run; or nothing.
 
-    The backward is run both ways on the side; gradients are left as they were.
+    The backward is run both ways on the side; gradients are left as they were. `agree` is as for
+    `Units`: a rank that fails within would leave its peers waiting, so all have room, or none runs.
     """
     if stage.is_first:
         return ""  # torch runs all of it in the second part
@@ -223,44 +237,45 @@ def seen_reason(stage: Any, microbatch: int | None, loss: torch.Tensor | None) -
         outputs, inputs = stage.fwd_cache[microbatch]
         gradients = None if stage.is_last else stage._retrieve_recv_grads(microbatch)
         outputs = [loss] if stage.is_last else list(outputs)
-        if any(output._is_view() for output in outputs):
-            return "an output is a view, which torch cannot detach in place"
-        named = dict(stage.submod.named_parameters())
-        leaves = {name: each for name, each in named.items() if each.requires_grad}
+        named = stage.submod.named_parameters()
+        leaves = {name: each for name, each in named if each.requires_grad}
         weights = list(leaves.values())
-        if reason := _reason_of_graph(outputs, inputs, weights):
-            return reason
-        leaves |= {
-            f"input {at}": each for at, each in enumerate(inputs) if isinstance(each, torch.Tensor)
-        }
+        against = _reason_of_graph(outputs, inputs, weights)
+    except Exception as error:
+        against = f"torch does not run it in two parts: {type(error).__name__}"
+    if against := agree(against):
+        return against
+    leaves |= {
+        f"input {at}": each for at, each in enumerate(inputs) if isinstance(each, torch.Tensor)
+    }
+    shares = set[bool]()
 
-        def outcome() -> Outcome:
-            given = {name: each.grad for name, each in leaves.items() if each.grad is not None}
-            return Outcome.of({name: _local(gradient) for name, gradient in given.items()})
+    def outcome() -> Outcome:
+        given = {name: each.grad for name, each in leaves.items() if each.grad is not None}
+        return Outcome.of({name: _local(gradient) for name, gradient in given.items()})
 
-        def whole() -> Outcome:
-            ends = [at for at, output in enumerate(outputs) if output.requires_grad]
-            given = None if gradients is None else [gradients[at] for at in ends]
-            with _own_gradients(leaves.values()):
-                torch.autograd.backward([outputs[at] for at in ends], given, retain_graph=True)
-                return outcome()
+    def whole() -> Outcome:
+        ends = [at for at, output in enumerate(outputs) if output.requires_grad]
+        given = None if gradients is None else [gradients[at] for at in ends]
+        with _own_gradients(leaves.values()):
+            torch.autograd.backward([outputs[at] for at in ends], given, retain_graph=True)
+            return outcome()
 
-        def apart() -> Outcome:
-            with _own_gradients(leaves.values()):
-                # Of copies: torch detaches the outputs that it is given.
-                copies = [output.clone() for output in outputs]
-                _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
-                _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
-                found = [*(gradients or ()), *(each.grad for each in leaves.values())]
-                if _share_memory(found, [each.grad for each in weights]):
-                    raise JobError("a weight's gradient has the memory of another gradient")
-                return outcome()
+    def apart() -> Outcome:
+        with _own_gradients(leaves.values()):
+            # Of copies: torch detaches the outputs that it is given.
+            copies = [output.clone() for output in outputs]
+            _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
+            _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
+            found = [*(gradients or ()), *(each.grad for each in leaves.values())]
+            shares.add(_share_memory(found, [each.grad for each in weights]))
+            return outcome()
 
-        return _apart_reason(apart, whole)
-    except JobError as error:
-        return str(error)
-    except Exception as error:  # also for want of memory: the job's own backward is to come
+    try:
+        against = _apart_reason(apart, whole)
+    except Exception as error:  # alike on all ranks; the job's own backward is to come
         return f"torch does not run it in two parts: {type(error).__name__}"
+    return "a weight's gradient has the memory of another gradient" if any(shares) else against
 
 
 def _apart_reason(apart: Callable[[], Outcome], whole: Callable[[], Outcome]) -> str:
@@ -291,18 +306,37 @@ def calls_of_modules() -> Iterator[list[str]]:
         hook.remove()
 
 
-def _reason_of_graph(outputs: list[Any], inputs: Sequence[Any], weights: list[Any]) -> str:
+def _reason_of_graph(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[Any], weights: Sequence[torch.Tensor]
+) -> str:
+    """Return what is against trying a backward in two parts, by its graph and memory; or nothing.
+
+    A trial takes memory for gradients of weights, inputs and outputs, and of what weights meet.
+    """
+
     def nodes(tensors: Sequence[Any]) -> list[Any]:
         own = [t for t in tensors if isinstance(t, torch.Tensor)]
         return [n for n in map(_backward._get_grad_fn_or_grad_acc, own) if n is not None]
 
+    if any(output._is_view() for output in outputs):
+        return "an output is a view, which torch cannot detach in place"
     users = _backward.construct_reverse_graph(nodes(outputs))
+    met: list[Any] = []
     for group in _backward.get_param_groups(nodes(inputs), nodes(weights), users):
         if len(group["intermediates"]) > 1:
             return "a weight is used more than once"
         for node in group["intermediates"]:
             if isinstance(node, BackwardCFunction) or "CppNode" in node.name():
                 return f"weights are used by {node.name()}, which torch would run twice"
+            met += node._input_metadata
+    held = [each for each in (*outputs, *inputs) if isinstance(each, torch.Tensor)]
+    room_bytes = sum(2 * _local(each).nbytes for each in weights) + sum(
+        math.prod(each.shape) * each.dtype.itemsize for each in (*held, *met)
+    )
+    try:  # the allocator keeps it
+        torch.empty(room_bytes, dtype=torch.uint8, device=outputs[0].device)
+    except torch.OutOfMemoryError:
+        return "memory has no room to try it in two parts"
     return ""
 
 
@@ -329,7 +363,7 @@ def _share_memory(found: Sequence[torch.Tensor | None], of: Sequence[torch.Tenso
         for several in (found, of)
     )
     places = Counter(found_at)
-    return any(places[place] > 1 for place in at)
+    return any(places[place] > 1 for place in at if place)  # an empty one has none
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -216,12 +216,13 @@ class Collectives:
             merge: makes one value of several; also of some that it has made before.
         """
         with self.names_the_loss():
-            for group in self._tree:
-                gathered = group.gather(value)
-                if not gathered:
-                    return []
-                value = merge(gathered)
-            return self.pipeline.gather(value)
+            value = self._up(value, merge)
+            return self.pipeline.gather(value) if self._at_top else []
+
+    def over_replicas(self, value: T, merge: Callable[[Sequence[T]], T]) -> T:
+        """Return the values of the replicas of this rank's stage, merged; only these call it."""
+        with self.names_the_loss():
+            return self._down(self._up(value, merge))
 
     def by_stage(self, value: T, merge: Callable[[Sequence[T]], T]) -> list[T]:
         """Return what `to_planner` does, on every rank."""
@@ -246,9 +247,7 @@ class Collectives:
         with self.names_the_loss():
             if self._at_top:
                 value = self.pipeline.broadcast(value)
-            for group in reversed(self._tree):
-                value = group.broadcast(value)
-        return value  # type: ignore[return-value]  # the planner passed a T
+            return self._down(value)  # type: ignore[return-value]  # the planner passed a T
 
     def agreed(self, make: Callable[[], T]) -> T:
         """Return what the planner makes, on every rank.
@@ -277,6 +276,19 @@ class Collectives:
     def latest(self, time_s: float) -> float:
         """Return the latest of all ranks' times."""
         return self.from_planner(max(self.to_planner(time_s, max), default=None))
+
+    def _up(self, value: T, merge: Callable[[Sequence[T]], T]) -> T:
+        """Return the values below this rank in the tree, merged: at the top, of all replicas."""
+        for group in self._tree:
+            gathered = group.gather(value)
+            value = merge(gathered) if gathered else value
+        return value
+
+    def _down(self, value: T) -> T:
+        """Return the value of the rank at the top of the tree."""
+        for group in reversed(self._tree):
+            value = group.broadcast(value)
+        return value
 
     @contextmanager
     def names_the_loss(self, lost: str = "another rank of the job") -> Iterator[None]:

@@ -26,7 +26,7 @@ TOLERANCE_MHZ = 15
 #: followed.
 _WARN_SHARE = 0.05
 _WARN_SAMPLES = 10
-#: After so many looks above the request in a row, something else has undone it.
+#: After this many looks in a row above the request, something else has undone it.
 _UNDONE_LOOKS = 3
 #: Most states of power profiles and limits that are kept, and that a warning names.
 _MOST_POWER_STATES, _MOST_SAID = 50, 3

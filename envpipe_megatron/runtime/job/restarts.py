@@ -21,7 +21,7 @@ from typing import IO, Any
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import is_of_this_job, lock_file
+from envpipe_megatron.files import boot_id, is_of_this_job, lock_file
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.job_file import JobKeys, StoredJob, read_job
 from envpipe_megatron.formats.steps import BaselineEnergy
@@ -110,7 +110,6 @@ class JobFolder:
             self.path, self.notes = taken
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
-                self.path = self.path.absolute()  # scripts may change their working folder
                 self.path.mkdir(parents=True, exist_ok=True)
         #: Names of the user's files that are here; found now, since a disk may hang later.
         self._given: Collection[str] = ()
@@ -118,9 +117,13 @@ class JobFolder:
             own = self.path and os.path.realpath(self.path)
             self._given = {file.name for file in given if os.path.realpath(file.parent) == own}
         self.node = socket.gethostname()
-        alike = collectives.on_all(self.node == collectives.from_planner(self.node))
+        here = {(self.node, boot_id())}
+        nodes = here.union(*collectives.by_stage(here, lambda found: here.union(*found)))
+        # Cloned images, and containers, may have one name on several nodes.
+        if [name for name, _ in nodes].count(self.node) > 1:
+            self.node = f"{self.node}-{boot_id()[:8]}"
         # Ranks of one node may append to one file; nodes that do lose each other's lines on NFS.
-        self._of_node = "" if alike else "-" + re.sub(r"[^\w.-]", "_", self.node)
+        self._of_node = "" if len(nodes) == 1 else "-" + re.sub(r"[^\w.-]", "_", self.node)
         #: What an earlier start left that still holds, the same on every rank.
         self.found = StoredJob()
         #: When this start began; empty if no later start can continue it.
@@ -232,7 +235,7 @@ class JobFolder:
         None, after a moment, if a start of this job has it and is waited for.
         """
         for number in count(1):
-            own = path if number == 1 else Path(f"{path}.{number}")  # also of one without a name
+            own = path if number == 1 else Path(f"{path}.{number}")
             lock, where = own / _LOCK_FILE, f"files of this one are in {own}"
             try:
                 own.mkdir(parents=True, exist_ok=True)

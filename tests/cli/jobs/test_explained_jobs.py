@@ -233,10 +233,16 @@ def test_arguments_as_megatron_has_them(tmp_path):
         "--tensor-model-parallel-size",
         "--global-batch-size 9999999999999999",
         "--num-layers -4",
+        "--timing-log-level x",
+        "--fp8-amax-history-len 1 2",
+        "--gtp-weight-remat-size 0",
+        "--expert-gtp-weight-remat-size x",
+        "--cuda-graph-scope 4",
+        "--cuda-graph-modules",
     ],
 )
-def test_a_count_that_is_none_is_named(flags):
-    with pytest.raises(EnvPipeError, match=f"{flags.split()[0]} is a whole number"):
+def test_a_value_that_megatron_refuses_is_named(flags):
+    with pytest.raises(EnvPipeError, match=f"{flags.split()[0]} (is a whole number|takes names)"):
         read_flags(flags.split())
     layouts = "--pipeline-model-parallel-layout x*99999999999|t --hybrid-layer-pattern 5"
     assert read_flags(layouts.split()).virtual_pipeline_model_parallel_size == 2

@@ -28,8 +28,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
 from envpipe_megatron.integrations.job import open_job
-from envpipe_megatron.integrations.torch_pipelining import attach, orders
-from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
+from envpipe_megatron.integrations.torch_pipelining import attach, orders, units
 from envpipe_megatron.runtime.execution.stage_run import constant_order
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.session import Session
@@ -58,8 +57,11 @@ class Case:
     draws_in_backward: bool = False
     #: How layers use their weights: "twice", in a function of one's "own", "again" in backwards.
     weights: str = ""
-    #: What keeps two replicas of each stage alike, "fsdp" or "ddp"; empty for one.
+    #: What keeps two replicas of each stage alike, "fsdp" or "ddp"; empty for one. With "slices"
+    #: they add up gradients within each backward, as those of tensor parallelism do.
     replicated: str = ""
+    #: A rank that lacks memory to try a backward in two parts.
+    full: int | None = None
     #: Names of arguments that every stage takes beside its input, and adds to it.
     named: Sequence[str] = ()
     #: Of some steps, the number of microbatches and their size; `others_of` has the replicas whose.
@@ -195,7 +197,36 @@ def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Mod
     return kind(own, count, loss_fn=torch.nn.functional.mse_loss), layers
 
 
+class Slices(Stage):
+    """Layers whose backwards send each other gradients."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, x: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = Summed.apply(x, self.group)
+        return super().forward(summed, **named)
+
+
+class Summed(torch.autograd.Function):
+    """Gives what it gets, and sums gradients over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        summed = gradient.clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
 def _replicated(how: str, mesh: DeviceMesh, module: torch.nn.Module) -> torch.nn.Module:
+    if how == "slices":
+        slices = Slices(*module)  # type: ignore[misc]  # torch's can be iterated
+        slices.group = mesh.get_group()
+        return slices
     if how == "ddp":
         return DistributedDataParallel(module, process_group=mesh.get_group())
     sharded: torch.nn.Module = fully_shard(module, mesh=mesh)
@@ -231,26 +262,29 @@ def step_of_ones(schedule: Any, case: Case, rank: int) -> None:
     schedule.step(*inputs, target=target)
 
 
-def attach_again(rank: int, case: Case, root: Path) -> tuple[str, str, list[str]]:
-    """What is said of facts without names, and of a second attach; the levels of those behind."""
+def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str], list[str]]:
+    """What is said of facts without names, and of others while one is attached; levels of those."""
     emulate(rank, case, root)
     schedule, _ = make(case, rank, dist.get_world_size())
-    facts, refused, levels = "", "", []
+    another, _ = make(case, rank, dist.get_world_size())
+    facts, said, levels = "", list[str](), []
     try:
         attach(schedule, facts=["GPT", 24])  # type: ignore[arg-type]
     except EnvPipeError as error:
         facts = str(error)
     for _ in range(2):
         pipeline = attach(schedule, say=lambda text: None)
-        try:
-            attach(schedule)
-        except AttachError as error:
-            refused = str(error)
+        steps = schedule.step, another.step
+        others = [attach(each, say=said.append) for each in (schedule, another)]
+        assert (schedule.step, another.step) == steps
         for _ in range(2):
             step_of_ones(schedule, case, rank)
+            step_of_ones(another, case, rank)
         levels.append(str(pipeline.level))
-        pipeline.end_training()
-    return facts, refused, levels
+        assert pipeline.phase != "framework" == others[0].phase
+        for each in (*others, pipeline):
+            each.end_training()
+    return facts, said, levels
 
 
 def wrap_behind_attach(rank: int, case: Case, root: Path) -> Sequence[str]:
@@ -351,7 +385,11 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
 
     Training waits for its plans: they come at the same step however busy the host is.
     """
-    with plans_are_waited_for():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(plans_are_waited_for())
+        if rank == case.full:
+            full = Mock(side_effect=torch.OutOfMemoryError)
+            stack.enter_context(patch.object(units, "_reason_of_graph", full))
         return _train(rank, case, root, preset)
 
 

@@ -1,6 +1,7 @@
 """What is found out of a stage's backward before it is split."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_backwards_that_stay_whole_are_known_by_one_of_them(compute, why):
     model, (outputs, (x,)) = stage.submod, stage.fwd_cache[0]
     given = torch.ones(WIDTH, WIDTH)
     model.weight.grad = given
-    found = seen_reason(stage, 0, None)
+    found = seen_reason(stage, 0, None, str)
     assert why in found
     assert bool(found) == bool(why)
     assert model.weight.grad is given
@@ -107,7 +108,7 @@ def test_other_bits_are_noticed(monkeypatch):
         given[2].grad[0, 0] = torch.nextafter(given[2].grad[0, 0], torch.tensor(9.0))
 
     monkeypatch.setattr(_backward, "stage_backward_weight", twice)
-    assert "its two parts give other bits" in seen_reason(stage, 0, None)
+    assert "its two parts give other bits" in seen_reason(stage, 0, None, str)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_parts_may_differ_as_much_as_two_whole_backwards(monkeypatch, noise, wro
         stage.submod.linear.bias.grad *= 1 + wrong
 
     monkeypatch.setattr(_backward, "stage_backward_weight", parts)
-    found = seen_reason(stage, 0, None)
+    found = seen_reason(stage, 0, None, str)
     assert (why in found, bool(found)) == (True, bool(why))
 
 
@@ -147,7 +148,7 @@ def test_parts_that_are_equal_once_may_differ_at_first():
         y.register_hook(lambda gradient: gradient * (1 + next(runs, 0.0)))
         return y
 
-    assert seen_reason(stage_of(compute), 0, None) == ""
+    assert seen_reason(stage_of(compute), 0, None, str) == ""
 
 
 def test_all_ranks_of_a_stage_run_as_many_backwards():
@@ -162,9 +163,35 @@ def test_all_ranks_of_a_stage_run_as_many_backwards():
             y.register_hook(lambda gradient: gradient * (1 + noise * torch.rand(WIDTH, WIDTH)))
             return y @ of.weight
 
-        seen_reason(stage_of(compute), 0, None)
+        seen_reason(stage_of(compute), 0, None, str)
         run.append(len(counted))
     assert len(set(run)) == 1
+
+
+def test_without_memory_no_part_is_run(monkeypatch):
+    stage, run = stage_of(lambda of, x: of.linear(x)), []
+    outputs, _ = stage.fwd_cache[0]
+    outputs[0].register_hook(run.append)
+    with monkeypatch.context() as full:
+        full.setattr(torch, "empty", Mock(side_effect=torch.OutOfMemoryError))
+        assert seen_reason(stage, 0, None, str) == "memory has no room to try it in two parts"
+    assert seen_reason(stage, 0, None, lambda why: "another rank has none") == (
+        "another rank has none"
+    )
+    assert not run
+
+
+def test_weights_without_elements_share_no_memory():
+    """As the last ranks have where tensor parallelism does not divide a weight."""
+
+    def compute(of, x):
+        return of.linear(x) + of.weight.sum() + of.apart.sum()
+
+    stage = stage_of(compute)
+    stage.submod.weight, stage.submod.apart = (torch.nn.Parameter(torch.empty(0)) for _ in "ab")
+    outputs = (stage.submod(stage.fwd_cache[0][1][0]),)
+    stage.fwd_cache[0] = outputs, stage.fwd_cache[0][1]
+    assert seen_reason(stage, 0, None, str) == ""
 
 
 def test_what_is_computed_again_is_seen():

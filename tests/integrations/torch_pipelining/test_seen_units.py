@@ -21,6 +21,7 @@ from envpipe_megatron.integrations.torch_pipelining.units import (
     BUFFERS_BY_BACKWARDS,
     DRAWN_BY_BACKWARDS,
     DRAWN_BY_FORWARDS,
+    NOT_TRIED,
     Units,
 )
 
@@ -67,7 +68,7 @@ def run_again(stage):
 )
 def test_what_the_order_of_units_may_change_is_seen(forward, backward, seen):
     stage: Any = Stage(forward, backward)
-    units = Units([stage], split=False)
+    units = Units([stage], str, split=False)
     units.reporter, units.seen = UnitRecorder(), set()
     stage.forward_one_chunk(0)
     stage.backward_one_chunk(0)
@@ -88,18 +89,31 @@ def test_a_users_schedule_may_name_a_microbatch_or_leave_it_to_the_stage(backwar
     """And what cannot be looked at ends no step."""
     stage: Any = Stage()
     stage.is_first, stage.backward_one_chunk = False, backward
-    units = Units([stage], split=False)
+    units = Units([stage], str, split=False)
     assert stage.backward_one_chunk(**given) == 0.5
-    units.reporter, units.seen, units.why_whole = UnitRecorder(), set(), {}
+    units.reporter, units.seen, units.why_whole = UnitRecorder(), set(), {0: NOT_TRIED}
     for _ in range(2):
         assert stage.backward_one_chunk(**given) == 0.5
     assert list(map(str, units.reporter.units)) == [seen] * 2
     assert units.why_whole[0] == "torch does not run it in two parts: AttributeError"
 
 
+def test_hooks_that_a_forward_sets_are_called_by_no_trial():
+    x = torch.ones(2, requires_grad=True)
+    stage: Any = Stage(lambda stage: (2 * x).register_hook(print), lambda stage: None)
+    stage.is_first, stage.fwd_cache = False, {0: ((2 * x,), [x]), 1: ((2 * x,), [x])}
+    stage.submod, stage._retrieve_recv_grads = torch.nn.Linear(1, 1), lambda at: [x.detach()]
+    units = Units([stage], str, split=False)
+    units.reporter, units.seen, units.why_whole = UnitRecorder(), set(), {0: NOT_TRIED}
+    for microbatch in range(2):
+        stage.forward_one_chunk(microbatch)
+        stage.backward_one_chunk(microbatch)
+    assert "a forward sets hooks" in units.why_whole[0]
+
+
 def test_an_object_gets_its_own_function_back():
     stage, schedule = Stage(), SimpleNamespace(step=print, _maybe_compute_loss=max)
-    units = Units([stage], split=False)
+    units = Units([stage], str, split=False)
     units.report_losses_of(schedule)
     units.replace(schedule, "step", min)
     assert (schedule.step, vars(stage).keys() >= {"forward_one_chunk"}) == (min, True)

@@ -103,6 +103,17 @@ def test_stages_that_are_wrapped_behind_attach_keep_backwards_whole(two_ranks, t
         assert "with DistributedDataParallel" in " ".join(notes)
 
 
+@pytest.mark.parametrize("full", [None, 3])
+def test_ranks_of_a_stage_try_parts_together_or_not_at_all(trained, full):
+    """One that lacks memory would leave the other waiting for its gradients."""
+    settings = {"baseline_steps": 2, "gpu_control": "none"}
+    case = Case("Schedule1F1B", replicated="slices", full=full, steps=4, settings=settings)
+    _, ours = trained(case)
+    notes = " ".join(ours[0]["notes"])
+    assert ("Backwards stay whole" in notes) == (full is not None)
+    assert ("OutOfMemoryError" in notes) == (full is not None)
+
+
 def test_a_shared_weight_keeps_backwards_whole(trained, two_ranks, tmp_path):
     """Though the profile says what parts take, and that splitting costs nothing."""
     times_s = {Kind.FORWARD: 0.03, Kind.BACKWARD: 0.06}

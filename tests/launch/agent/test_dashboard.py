@@ -185,7 +185,7 @@ def _train(rank: Rank, iteration: int) -> None:
 
 
 def _scraped(prometheus: Prometheus) -> bool:
-    """Whether both nodes were, for as long as rates look back."""
+    """Return True if both nodes were, for as long as rates look back."""
     try:
         return len(prometheus.values("count_over_time(envpipe_job_tokens_total[3s]) > 11")) == 1
     except (urllib.error.URLError, ConnectionError):

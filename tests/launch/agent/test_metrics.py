@@ -30,7 +30,7 @@ from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics, wi
 from envpipe_megatron.launch.bill import Tariff
 from envpipe_megatron.launch.node import NodeSettings
 
-LONG_S = 20.0
+LONG_S = 120.0
 
 
 class PoweredGpu(FakeGpu):

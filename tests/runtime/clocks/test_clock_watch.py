@@ -26,7 +26,7 @@ NEVER_S = 1e6
 
 @dataclass
 class Page:
-    """What a page says of the clock of a fake GPU, whose requests this process makes."""
+    """Stands in for the page of a fake GPU's clock, whose requests this process makes."""
 
     gpu: FakeGpu
     last_change_s: float = -math.inf
