@@ -9,6 +9,9 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from envpipe_megatron.errors import EnvPipeError
 
 #: Stages and positions of a schedule that a message shows: they fit a terminal of 100 columns.
@@ -144,6 +147,55 @@ def all_units(num_microbatches: int, num_chunks: int, kinds: Sequence[Kind] = WH
         for chunk in range(num_chunks)
         for microbatch in range(num_microbatches)
     ]
+
+
+def places_of(
+    stages: Sequence[Sequence[Unit]],
+    num_microbatches: int,
+    num_chunks: int,
+    kinds: Sequence[Kind],
+) -> NDArray[np.int32]:
+    """Return [num_stages, units_per_stage] the place in `all_units` of each unit of some orders.
+
+    ScheduleError: a stage lists a unit twice, lacks one, or has one that the job does not have.
+    """
+
+    def label(own: Unit) -> str:
+        return own.label(num_chunks)
+
+    known = all_units(num_microbatches, num_chunks, kinds)
+    code_of = {u: code for code, u in enumerate(known)}
+    code_of_id = {id(u): code for u, code in code_of.items()}  # hashing an int is far cheaper
+    rows = np.empty((len(stages), len(known)), dtype=np.int32)
+    for stage, order in enumerate(stages):
+        codes = np.array(
+            [code_of_id.get(id(u), -1) for u in order], dtype=np.int32
+        )  # -1: not one of the shared units, perhaps an equal one or a combined one
+        for position in np.flatnonzero(codes < 0):
+            own = order[position]
+            codes[position] = code_of.get(unit(own.kind, own.microbatch, own.chunk), -1)
+        counts = np.bincount(codes + 1, minlength=len(known) + 1)
+        if counts[0]:
+            at = int(np.flatnonzero(codes < 0)[0])
+            raise ScheduleError(
+                f"Stage {stage} lists a unit that the job does not have",
+                value=str(order[at]),
+                remedy=f"The job has {num_microbatches} microbatches and "
+                f"{num_chunks} chunk(s), and all stages run the same kinds of units.\n"
+                + marked_grid(stages, [(stage, at)], label),
+            )
+        for said, wrong in (("lists a unit twice", counts > 1), ("lacks a unit", counts == 0)):
+            if wrong[1:].any():
+                code = int(wrong[1:].argmax())
+                found = np.flatnonzero(codes == code).tolist() or [len(order)]
+                raise ScheduleError(
+                    f"Stage {stage} {said}",
+                    value=label(known[code]),
+                    remedy=f"Each stage runs {len(known)} units, each once; this one lists "
+                    f"{len(order)}.\n" + marked_grid(stages, [(stage, at) for at in found], label),
+                )
+        rows[stage] = codes
+    return rows
 
 
 def parse_unit(text: str) -> Unit:

@@ -40,7 +40,7 @@ from envpipe_megatron.core.fields import (
 from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError, Unit, marked_grid, parse_unit
 from envpipe_megatron.core.orders.builders import framework_schedule
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow, SplitBackward
+from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.files import replace_files
@@ -378,37 +378,21 @@ def saving_uncertainty_percent(plan: Plan) -> float | None:
     profile, base_j = plan.profile, plan.baseline.cost.energy_j
     if not base_j:
         return None
-    gpus = plan.conditions.gpus_by_stage
-    own, base = _row_uses(plan), _row_uses(plan.baseline)
-    net = own - plan.cost.energy_j / base_j * base
+    shares = ((plan, 1.0), (plan.baseline, -plan.cost.energy_j / base_j))
+    keys = [(profile.keys(each.schedule), each.frequency_mhz, share) for each, share in shares]
+    parts = [(part, *of) for part, kinds in enumerate(profile.rows) for of in kinds.items()]
     errors_j: dict[tuple[int, Kind, int], float] = defaultdict(float)
-    for at, (part, kind, row) in enumerate(_rows(profile)):
-        if kind is Kind.NOTHING or not (own[at] or base[at]):
-            continue
-        if row.energy_uncertainty_j is None:
-            return None
+    for key, (part, kind, rows) in enumerate(parts):
+        clocks, gpus = profile.curves[key][0], plan.conditions.gpus_by_stage
         # Both parts of a backward that were priced by assumption share its row's error.
         measured = Kind.BACKWARD if profile.assumed and kind in SPLIT[1:] else kind
-        error_j = net[at] * gpus[part // profile.listed_chunks] * row.energy_uncertainty_j
-        errors_j[part, measured, row.frequency_mhz] += error_j
+        for row, at in zip(reversed(rows), np.eye(len(clocks)), strict=True):
+            # Units that the row prices; between two clocks, a share of a unit.
+            uses = [share * np.interp(mhz[of == key], clocks, at).sum() for of, mhz, share in keys]
+            if kind is Kind.NOTHING or not any(uses):
+                continue
+            if row.energy_uncertainty_j is None:
+                return None
+            error_j = sum(uses) * gpus[part // profile.listed_chunks] * row.energy_uncertainty_j
+            errors_j[part, measured, row.frequency_mhz] += error_j
     return 100 * math.hypot(*errors_j.values()) / base_j
-
-
-def _rows(profile: Profile) -> list[tuple[int, Kind, ProfileRow]]:
-    """Return all rows with their part and kind, in the order of `Profile.curves`."""
-    return [
-        (part, kind, row)
-        for part, kinds in enumerate(profile.rows)
-        for kind, rows in kinds.items()
-        for row in reversed(rows)
-    ]
-
-
-def _row_uses(plan: Plan) -> FloatArray:
-    """Return how many units each of `_rows` prices; between two clocks, a share of a unit each."""
-    keys = plan.profile.keys(plan.schedule)
-    uses = []
-    for key, (clocks, *_) in enumerate(plan.profile.curves):
-        used_mhz = plan.frequency_mhz[keys == key]
-        uses += [np.interp(used_mhz, clocks, row).sum() for row in np.eye(len(clocks))]
-    return np.array(uses)

@@ -18,8 +18,8 @@ from envpipe_megatron.core.kinds import (
     Kind,
     ScheduleError,
     Unit,
-    all_units,
     marked_grid,
+    places_of,
     unit,
 )
 
@@ -126,9 +126,7 @@ class Schedule:
 
     def marked(self, *nodes: int) -> str:
         """Return the orders as a grid with some nodes marked, for messages."""
-        return self._marked([divmod(node, self.units_per_stage) for node in nodes])
-
-    def _marked(self, places: Sequence[tuple[int, int]]) -> str:
+        places = [divmod(node, self.units_per_stage) for node in nodes]
         return marked_grid(self.stages, places, lambda own: own.label(self.num_chunks))
 
     def describe(self, node: int) -> str:
@@ -388,43 +386,8 @@ class Schedule:
 
     @cached_property
     def places(self) -> IntArray:
-        """[num_stages, units_per_stage] the place of the unit there in `all_units`.
-
-        That numbers units densely by kind, chunk, microbatch.
-        """
-        known = all_units(self.num_microbatches, self.num_chunks, self.unit_kinds)
-        code_of = {u: code for code, u in enumerate(known)}
-        code_of_id = {id(u): code for u, code in code_of.items()}  # hashing an int is far cheaper
-        rows = np.empty((self.num_stages, len(known)), dtype=np.int32)
-        for stage, order in enumerate(self.stages):
-            codes = np.array(
-                [code_of_id.get(id(u), -1) for u in order], dtype=np.int32
-            )  # -1: not one of the shared units, perhaps an equal one or a combined one
-            for position in np.flatnonzero(codes < 0):
-                own = order[position]
-                codes[position] = code_of.get(unit(own.kind, own.microbatch, own.chunk), -1)
-            counts = np.bincount(codes + 1, minlength=len(known) + 1)
-            if counts[0]:
-                at = int(np.flatnonzero(codes < 0)[0])
-                raise ScheduleError(
-                    f"Stage {stage} lists a unit that the job does not have",
-                    value=str(order[at]),
-                    remedy=f"The job has {self.num_microbatches} microbatches and "
-                    f"{self.num_chunks} chunk(s), and all stages run the same kinds of units.\n"
-                    + self._marked([(stage, at)]),
-                )
-            for said, wrong in (("lists a unit twice", counts > 1), ("lacks a unit", counts == 0)):
-                if wrong[1:].any():
-                    code = int(wrong[1:].argmax())
-                    found = np.flatnonzero(codes == code).tolist() or [len(order)]
-                    raise ScheduleError(
-                        f"Stage {stage} {said}",
-                        value=known[code].label(self.num_chunks),
-                        remedy=f"Each stage runs {len(known)} units, each once; this one lists "
-                        f"{len(order)}.\n" + self._marked([(stage, at) for at in found]),
-                    )
-            rows[stage] = codes
-        return rows
+        """[num_stages, units_per_stage] the place of the unit there in `all_units`."""
+        return places_of(self.stages, self.num_microbatches, self.num_chunks, self.unit_kinds)
 
     @cached_property
     def _position_of_code(self) -> NDArray[np.intp]:
@@ -467,14 +430,12 @@ class Schedule:
         pairs = (kind == 0) & (kind_after == 1) & whole & ~same
         pairs |= (kind == 1) & (kind_after == 2) & same
         pairs[:, -1] = False
-        wrong = np.argwhere(self.combined & ~pairs)
-        if wrong.size:
-            stage, position = (int(x) for x in wrong[0])
+        for node in np.flatnonzero(self.combined & ~pairs).tolist()[:1]:
             raise ScheduleError(
-                f"Stage {stage} lists a unit as combined that cannot be",
-                value=self.stages[stage][position].label(self.num_chunks),
+                f"Stage {self.stage_of(node)} lists a unit as combined that cannot be",
+                value=self.unit_at(node).label(self.num_chunks),
                 remedy="A forward runs as one with the whole backward behind it, of other "
-                "activations, and I with its W behind it.\n" + self._marked([(stage, position)]),
+                "activations, and I with its W behind it.\n" + self.marked(node),
             )
 
 

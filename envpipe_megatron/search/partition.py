@@ -42,7 +42,7 @@ _SLACK = 1 + RELATIVE_TOLERANCE
 #: microbatches for each stage.
 _MICROBATCHES_PER_STAGE = 4
 #: By energy, how much slower than the fastest split may be, as a fraction: as `envpipe partition`.
-TIME_TOLERANCE = 1e-3
+_TIME_TOLERANCE = 1e-3
 _PARTS, _TIME, _ENERGY, _PARAMETERS = "parts:", "time:", "energy:", "parameters"
 #: How a text begins that says a cut by something else than the layers' parameters.
 METHODS = (_PARTS, _TIME, _ENERGY)
@@ -148,9 +148,7 @@ def least_bottleneck(space: SplitSpace) -> Candidate:
     return space.candidate(cuts.evenest(within)[1])
 
 
-def least_energy(
-    space: SplitSpace, blocking_power_w: float, time_tolerance: float = TIME_TOLERANCE
-) -> list[Ranked]:
+def least_energy(space: SplitSpace, blocking_power_w: float, time_tolerance: float) -> list[Ranked]:
     """Plan cuts about as fast as the fastest; return them with the least planned energy first.
 
     They are that one and those with the lowest estimate. The 1F1B iteration time at the highest
@@ -234,7 +232,7 @@ def _parts_by_file(cut: str, num_layers: int, num_stages: int) -> list[int]:
         )
     space = SplitSpace(profile, num_stages, _MICROBATCHES_PER_STAGE * num_stages)
     if f"{method}:" == _ENERGY:
-        best = least_energy(space, 0.0)[0].candidate
+        best = least_energy(space, 0.0, _TIME_TOLERANCE)[0].candidate
     else:
         best = least_bottleneck(space)
     return [0, *(stage.chunks[0][1] for stage in best.configuration.stages)]

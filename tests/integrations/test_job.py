@@ -280,7 +280,7 @@ def test_ranks_that_cannot_be_connected_end_no_training(monkeypatch):
     framework = FrameworkJob(dist.group.WORLD, 1, runs_units=True)
     try:
         with pytest.raises(WithoutEnvPipeError, match="Too many open files"):
-            open_job(JobOptions(), framework, said.append, decide([]), ())
+            open_job(JobOptions(), framework, said.append, decide([]), (), busy=False)
     finally:
         dist.destroy_process_group()
     assert said == ["This job trains without EnvPipe: Too many open files"]

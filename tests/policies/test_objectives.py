@@ -35,10 +35,10 @@ def tiny_optimizer(seed, sizes=SIZES):
     return rng, Optimizer(schedule, profile, random_conditions(rng, profile))
 
 
-def planned(schedule="1f1b", goal="time", factor=None, **limits):
+def planned(schedule="1f1b", goal="time", factor=None, conditions=None, dwell_s=0.0, **limits):
     request = PlanRequest(
         8, schedule, "optimal", blocking_power_w=30.0, deadline_factor=factor,
-        objective=Objective(goal, **limits),
+        objective=Objective(goal, **limits), conditions=conditions, min_dwell_s=dwell_s,
     )  # fmt: skip
     return make_plan(PROFILE, request).plan
 
@@ -134,6 +134,15 @@ def test_late_and_parked_clocks_are_in_the_power_too():
         for stage in range(4)
     ]
     assert sum(of_stages) == pytest.approx(plan.cost.mean_power_w)
+
+
+@pytest.mark.parametrize("also", [{"change_energy_j": 0.5}, {"change_time_s": 0.2}, {}])
+def test_a_cap_that_only_dearer_clocks_keep_is_kept_by_few_changes_of_clock_too(also):
+    """At 600 MHz units take more energy than at 900, and less power."""
+    cap_w = 0.8 * planned(goal="energy", factor=50.0).cost.mean_power_w
+    conditions = Conditions((30.0,) * 4, **also)
+    plan = planned(conditions=conditions, dwell_s=0.0 if also else 3.0, power_cap_w=cap_w)
+    assert plan.cost.mean_power_w <= cap_w
 
 
 def test_the_best_order_is_faster_within_a_cap():

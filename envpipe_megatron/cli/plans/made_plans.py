@@ -27,7 +27,7 @@ from envpipe_megatron.cli.common import (
 from envpipe_megatron.cli.plans.tables import facts_of, show_plans, show_summary
 from envpipe_megatron.console import say, say_working, show_table
 from envpipe_megatron.core.conditions import make_conditions
-from envpipe_megatron.core.fields import FACTOR, POWER
+from envpipe_megatron.core.fields import FACTOR, POWER, TIME
 from envpipe_megatron.core.plan import Plan, PlanError, read_order, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
@@ -245,11 +245,20 @@ def export_schedule(plan_path: Path, output: Path | None) -> None:
 @click.option(
     "--factor",
     type=Finite(replace(FACTOR, least=1)),
-    required=True,
     help="Time of the slower replica over that of the framework's own order at the highest clocks.",
 )
+@click.option(
+    "--time", "time_s", type=Finite(replace(TIME, positive=True, below=1e300)),
+    help="Measured iteration time of the slower replica, s.",
+)  # fmt: skip
 @_OUTPUT_OPTION
-def straggler(profile_path: Path, frontier_path: Path, factor: float, output: Path) -> None:
+def straggler(
+    profile_path: Path,
+    frontier_path: Path,
+    factor: float | None,
+    time_s: float | None,
+    output: Path,
+) -> None:
     """Pick the plan that is just as slow as a slower replica.
 
     The other replicas wait for it at the gradient reduction anyway; as slow as that one, they use
@@ -260,9 +269,15 @@ def straggler(profile_path: Path, frontier_path: Path, factor: float, output: Pa
       envpipe straggler --profile profile.csv --frontier frontier.jsonl --factor 1.1
       --output plan.json
     """
+    if (factor is None) == (time_s is None):
+        raise click.UsageError("Give --factor or --time, one of them: how slow the replica is.")
     check_outputs([output], [profile_path, sidecar_path(profile_path), frontier_path])
     stored = read_frontier(frontier_path)
-    allowed_s = factor * stored.baseline_s
+    allowed_s = time_s if time_s is not None else (factor or 1.0) * stored.baseline_s
+    if allowed_s >= FACTOR.below * stored.baseline_s:
+        raise click.UsageError(
+            f"Give --time in s, not ms: the others take {stored.baseline_s:.4f} s."
+        )
     plan = stored.plan_for(allowed_s, read_profile(profile_path))
     plan.write(output)
     if plan.cost.iteration_time_s > allowed_s * (1 + RELATIVE_TOLERANCE):

@@ -37,7 +37,6 @@ from envpipe_megatron.search.configuration import Job, layout_flag, megatron_fla
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import LayerProfile, Measure
 from envpipe_megatron.search.partition import (
-    TIME_TOLERANCE,
     SplitSpace,
     least_bottleneck,
     least_energy,
@@ -302,6 +301,10 @@ def _write(
     help="Bytes that a stage may hold at 1F1B's peak; needs bytes in the layers' file.",
 )  # fmt: skip
 @click.option(
+    "--time-tolerance", type=Finite(PERCENT), default=0.1, show_default=True,
+    help="With --objective energy: percent that a split may be slower than the fastest.",
+)  # fmt: skip
+@click.option(
     "--blocking-power", type=Finite(POWER),
     help="Power of a GPU that waits in a receive, W. Default: 0.",
 )  # fmt: skip
@@ -314,6 +317,7 @@ def partition(
     num_microbatches: int,
     objective: str,
     memory_limit: float | None,
+    time_tolerance: float,
     blocking_power: float | None,
     output: Path,
 ) -> None:
@@ -333,7 +337,7 @@ def partition(
     space = SplitSpace(profile, num_stages, num_microbatches, memory_limit)
     power_w = blocking_power or 0.0
     if objective == "energy":
-        ranked = least_energy(space, power_w)
+        ranked = least_energy(space, power_w, time_tolerance / 100)
     else:
         ranked = [Ranked(least_bottleneck(space), None)]
     best_one, cost = ranked[0].candidate, ranked[0].cost
@@ -355,8 +359,8 @@ def partition(
         say("Least bottleneck; of equal ones the split whose stages force the shortest iteration.")
     else:
         say(
-            "Least planned energy of the most promising splits within "
-            f"{100 * TIME_TOLERANCE:g} % of the fastest; planned: {len(ranked)}."
+            f"Least planned energy of the most promising splits within {time_tolerance:g} % of the "
+            f"fastest; planned: {len(ranked)}."
         )
     say("\nFor Megatron-LM, in place of its other flags for the split:")
     say(f"  {layout_flag(profile, best_one.configuration)}")

@@ -64,6 +64,8 @@ class RunSearch:
         plan: has the order and conditions; it need not meet deadline or dwell time.
         relaxed: the linear program's solution that it was rounded from.
         waiting_power_w: [num_stages] the price of waiting in that program.
+        by_energy: whether plans of least energy are wanted; else units of least planning cost, with
+            waiting at that price, and the iteration's time costs nothing.
         deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
         plan_for: makes such a plan for another deadline; LinearProgramError: there is none.
@@ -77,11 +79,13 @@ class RunSearch:
         deadline_s: float,
         min_dwell_s: float,
         plan_for: Callable[[float], Plan],
+        *,
+        by_energy: bool = True,
     ) -> None:
         conditions = plan.conditions
         self._plan_for = plan_for
         self._start, self._relaxed = plan, relaxed
-        self._power_w = waiting_power_w
+        self._power_w, self._by_energy = waiting_power_w, by_energy
         self._deadline_s, self._min_dwell_s = deadline_s, min_dwell_s
         self._table = make_clock_table(plan.schedule, plan.profile, conditions, waiting_power_w)
         # A late first unit is faster than planned if the old clock was higher.
@@ -113,9 +117,9 @@ class RunSearch:
             nearest = sorted(runs, key=lambda plan: plan.cost.iteration_time_s)[:_SPENT]
             runs += map(self._in_time, nearest)
         in_time = filter(self._meets, (self._highest, self._start, *self._steady(), *runs))
-        best = sorted(in_time, key=lambda plan: plan.cost.energy_j)
+        best = sorted(in_time, key=self._cost_j)
         spent = map(self._spent, best[: _SPENT if self._min_dwell_s else 1])
-        return min(spent, key=lambda plan: plan.cost.energy_j, default=None)
+        return min(spent, key=self._cost_j, default=None)
 
     def _steady(self) -> Iterator[Plan]:
         """Yield one clock per stage for the whole iteration: the fastest that all units have."""
@@ -257,7 +261,7 @@ class RunSearch:
                         units[:] = move.clock
                 changed = self._plan(changed_index)
                 left -= 1
-                if changed.cost.energy_j < plan.cost.energy_j and self._meets(changed):
+                if self._cost_j(changed) < self._cost_j(plan) and self._meets(changed):
                     plan, index = changed, changed_index
                     first, count = first + count, 2 * count
                 elif count > 1:
@@ -267,7 +271,15 @@ class RunSearch:
         return plan
 
     def _rank(self, plan: Plan) -> tuple[bool, float]:
-        return not self._meets(plan), plan.cost.energy_j
+        return not self._meets(plan), self._cost_j(plan)
+
+    def _cost_j(self, plan: Plan) -> float:
+        """Return what is to be least."""
+        if self._by_energy:
+            return plan.cost.energy_j
+        result = plan.evaluation
+        priced_j = result.unit_energy_j - self._power_w[:, None] * result.timeline.duration_s
+        return float(self._gpus @ priced_j.sum(axis=1) + self._change_j @ result.clock_changes)
 
     def _plan(self, index: IntArray) -> Plan:
         return replace(self._start, frequency_mhz=self._table.frequencies(index))

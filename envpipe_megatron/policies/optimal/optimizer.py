@@ -118,6 +118,7 @@ class Optimizer:
                 deadline_s,
                 min_dwell_s,
                 plan_for=lambda earlier_s: self._round(priced, earlier_s)[0],
+                by_energy=by_energy,
             ).search()
         if plan is None:
             raise LinearProgramError(

@@ -155,7 +155,7 @@ def test_nothing_seen_and_each_look_told():
     watch.sample()
     ((look_s, state),) = seen
     assert before_s <= look_s <= time.monotonic()
-    assert state == ClockState(None, 1400, (), None)
+    assert state == ClockState(None, 1400)
     for name in ("first", "second"):
         gpu.error = GpuError(name)
         watch.sample()
