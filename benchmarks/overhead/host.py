@@ -217,12 +217,10 @@ OPTIONS: dict[str, Any] = {
 
 def compare_schedules(rank: int) -> dict[str, Any]:
     """What `Bench.compare` reports of each order; every rank calls it."""
-    from envpipe_megatron.integrations.device import use_cpu
-
     warnings.filterwarnings("ignore", module="megatron")  # of Apex, which no CPU has
-    use_cpu()
-    from training import cuda_on_cpu  # type: ignore[import-not-found]  # of tests/pipeline
+    from training import cuda_on_cpu, use_cpu  # type: ignore[import-not-found]  # of tests/pipeline
 
+    use_cpu()
     with cuda_on_cpu():
         return _compare()
 

@@ -1,7 +1,7 @@
 """Training runs that tests compare: the same model and data, by megatron-core's schedule or ours.
 
 Runs inside the ranks of a pool. `cuda_on_cpu` lets megatron-core's *own* schedules, reducers and
-optimizers run without a GPU; EnvPipe's path needs only `use_cpu` of the package.
+optimizers run without a GPU; EnvPipe's path needs only `use_cpu`.
 """
 
 import contextlib
@@ -54,7 +54,6 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.framework_units import once
 from envpipe_megatron.integrations.megatron import core, split_backward
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
@@ -93,6 +92,11 @@ def _gather_at_once(group: Any, force_sync: bool = False) -> None:
     _start_param_sync(group, force_sync)
     if group.param_gather_handle is not None:
         group.param_gather_handle.wait()  # megatron-core waits again, for nothing
+
+
+def use_cpu() -> None:
+    """Let megatron-core build modules and buffers on the CPU, from now on, in this process."""
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
 
 
 @contextlib.contextmanager
@@ -168,6 +172,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
 def _counted(put_off: list[int], fault: str) -> Iterator[None]:
     """Count weight gradients of second parts, and let something go wrong."""
     second_part, backward = split_backward.second_part, MegatronWork.backward
+    finish_grads = MegatronWork.finish_grads
 
     def counted(waiting: Any) -> None:
         put_off.append(len(waiting))
@@ -187,9 +192,14 @@ def _counted(put_off: list[int], fault: str) -> Iterator[None]:
             raise RuntimeError("the whole backward of a test")
         return [(1 + 2**-10) * each for each in sent] if fault == IN_INTERPRETER else sent
 
+    def finish(work: Any, *, broken_off: bool) -> None:
+        assert not work._kept  # behind an error too, for messages need the memory
+        finish_grads(work, broken_off=broken_off)
+
     with (
         patch.object(split_backward, "second_part", counted),
         patch.object(MegatronWork, "backward", run_backward),
+        patch.object(MegatronWork, "finish_grads", finish),
     ):
         yield
 
