@@ -123,7 +123,7 @@ def test_a_job_that_only_measured_last_is_the_present_one_and_in_no_job_file(tmp
         put_energy(tmp_path, run=run)
     folder = read_run_folder(tmp_path)
     assert [read.labels.run for read in folder.timelines.iterations] == [NEW]
-    assert [each.run for each in folder.windows] == [NEW]
+    assert [each.run for each in folder.energy.windows] == [NEW]
     assert folder.changed_nothing
     assert lacks(folder, "2 lines of other jobs")
 
