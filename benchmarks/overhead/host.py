@@ -217,10 +217,12 @@ OPTIONS: dict[str, Any] = {
 
 def compare_schedules(rank: int) -> dict[str, Any]:
     """What `Bench.compare` reports of each order; every rank calls it."""
-    warnings.filterwarnings("ignore", module="megatron")  # of Apex, which no CPU has
-    from training import cuda_on_cpu, use_cpu  # type: ignore[import-not-found]  # of tests/pipeline
+    from envpipe_megatron.integrations.device import use_cpu
 
+    warnings.filterwarnings("ignore", module="megatron")  # of Apex, which no CPU has
     use_cpu()
+    from training import cuda_on_cpu  # type: ignore[import-not-found]  # of tests/pipeline
+
     with cuda_on_cpu():
         return _compare()
 

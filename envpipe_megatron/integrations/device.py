@@ -130,3 +130,19 @@ def _forward_times_s(num_stages: int) -> list[float]:
             value=text,
         )
     return times_s
+
+
+def use_cpu() -> None:
+    """Let megatron-core build and run on the CPU in this process, from now on.
+
+    It asks torch for the current CUDA device while it builds modules and buffers, even where all
+    is to live on the CPU. The answer `cpu` is all that its GPTModel needs; CUDA is not touched. For
+    emulated GPUs and tests only. EnvPipeError on a machine with GPUs.
+    """
+    if torch.cuda.is_available():
+        raise EnvPipeError(
+            "Emulated GPUs are for machines without GPUs",
+            value=torch.cuda.get_device_name(),
+            remedy="Hide them with CUDA_VISIBLE_DEVICES= to try the emulation here.",
+        )
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]

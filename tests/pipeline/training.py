@@ -1,7 +1,7 @@
 """Training runs that tests compare: the same model and data, by megatron-core's schedule or ours.
 
 Runs inside the ranks of a pool. `cuda_on_cpu` lets megatron-core's *own* schedules, reducers and
-optimizers run without a GPU; EnvPipe's path needs only `use_cpu`.
+optimizers run without a GPU; EnvPipe's path needs only `use_cpu` of the package.
 """
 
 import contextlib
@@ -54,6 +54,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.framework_units import once
 from envpipe_megatron.integrations.megatron import core, split_backward
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
@@ -92,11 +93,6 @@ def _gather_at_once(group: Any, force_sync: bool = False) -> None:
     _start_param_sync(group, force_sync)
     if group.param_gather_handle is not None:
         group.param_gather_handle.wait()  # megatron-core waits again, for nothing
-
-
-def use_cpu() -> None:
-    """Let megatron-core build modules and buffers on the CPU, from now on, in this process."""
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
 
 
 @contextlib.contextmanager

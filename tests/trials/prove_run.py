@@ -34,7 +34,7 @@ def run_rank() -> None:
 
     from envpipe_megatron.gpu.backends import nvml
     from envpipe_megatron.gpu.registry import list_gpus
-    from envpipe_megatron.integrations.device import Device
+    from envpipe_megatron.integrations.device import Device, use_cpu
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
     from envpipe_megatron.runtime.job.options import JobOptions
@@ -52,7 +52,7 @@ def run_rank() -> None:
     def zeros(*args, device=None, make=torch.zeros, **options):
         return make(*args, device="cpu" if device == "cuda" else device, **options)
 
-    torch.cuda.current_device = lambda: "cpu"  # where megatron-core builds
+    use_cpu()
     # What megatron-core's own function needs besides.
     torch.zeros, torch.cuda.synchronize = zeros, lambda: None
     nvml.has_sys_admin = lambda: True
