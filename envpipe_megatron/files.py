@@ -163,8 +163,14 @@ def is_of_this_job(path: Path, *, elsewhere: bool = False) -> bool:
 def _this_start() -> tuple[str, str]:
     """Return the name of this job, the same for all its starts or empty, and the host's boot."""
     job = next(filter(None, map(os.environ.get, _JOB_VARIABLES)), "")
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return "" if job == "none" else job, boot
+    return "" if job == "none" else job, boot_id()
+
+
+def boot_id() -> str:
+    """Return what no other boot, of this or another machine, has; empty if it is not known."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:

@@ -89,7 +89,9 @@ def main(named: Sequence[str]) -> int:
 def _run(block: Block, clone: Path) -> str:
     """Run a block; return what went wrong, empty if nothing did."""
     path = f"{clone / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path}
+    # A build that was killed elsewhere leaves a lock in the home's folder, and others wait for it.
+    extensions = str(clone.parent / "extensions")
+    environment = {**os.environ, "PATH": path, "TORCH_EXTENSIONS_DIR": extensions}
     words = ["bash", "-euo", "pipefail", "-c", block.text]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

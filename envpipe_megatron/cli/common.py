@@ -25,11 +25,19 @@ from envpipe_megatron.formats.account import INTENSITY_VARIABLE, PRICE_VARIABLE
 
 
 class _Output(click.Path):
-    """A path to write to; refuses an empty one, as of a shell's variable that is not set, and -."""
+    """A path to write to; refuses an empty one, as of a shell's variable that is not set, and -.
+
+    And links that lead to each other, for which `Path.resolve` raises what is no OSError.
+    """
 
     def convert(self, value: Any, *of: Any) -> Any:
         if str(value) in ("", "-"):
             self.fail(f"a path is wanted, and this is {value or 'empty'}", *of)
+        try:
+            Path(value).stat()
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                self.fail(f"{value} leads in a circle of symbolic links", *of)
         return super().convert(value, *of)
 
 

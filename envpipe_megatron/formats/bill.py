@@ -37,6 +37,8 @@ from envpipe_megatron.formats.steps import (
     step_sums,
 )
 
+#: Of `summary.json`, which has a bill of what a job's ranks metered.
+SUMMARY_FORMAT = "envpipe-summary/1"
 #: Options by which steps differ: a start with others is not compared with the last one.
 _ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
 #: Facts by which an iteration's tokens and samples differ.

@@ -38,7 +38,7 @@ from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 
 logger = logging.getLogger(__name__)
 
-_JOB_FORMAT = "envpipe-job/5"
+JOB_FORMAT = "envpipe-job/5"
 #: Facts of JSON's types, by the names under which the file has them.
 JobKeys: TypeAlias = Mapping[str, Mapping[str, Any]]
 
@@ -65,7 +65,7 @@ class StoredJob:
     def write(self, path: Path, keys: JobKeys) -> None:
         """Replace a job file (OSError); a kill at any point leaves the old or the new one."""
         data = {
-            "format": _JOB_FORMAT,
+            "format": JOB_FORMAT,
             **keys,
             "starts": self.starts,
             "profile": self.profile and self.profile.to_json(),
@@ -86,7 +86,7 @@ def read_job(path: Path, keys: JobKeys) -> StoredJob:
     if not path.exists():
         return StoredJob()
     fields = read_json(path, "Job file")
-    fields.check_format(_JOB_FORMAT)
+    fields.check_format(JOB_FORMAT)
     data, now = fields.data, json.loads(json.dumps(keys))
     if data.pop("sha256", None) != _digest(data):
         raise EnvPipeError(f"{path} is damaged")

@@ -68,16 +68,15 @@ class GpuAddress:
 
 @dataclass(frozen=True, slots=True)
 class ClockState:
-    """The request for a clock, the clock itself, and what limits it, read together.
+    """The request for a clock, the clock itself, and what holds it back, read together.
 
     `requested_mhz` is None where nothing is requested, and of a back end whose driver has no getter
-    for a lock; reasons are words such as `power cap`. What is not known is () or None.
+    for a lock; reasons are words such as `power cap`, () where they are not known.
     """
 
     requested_mhz: int | None
     observed_mhz: int
     throttle_reasons: tuple[str, ...] = ()
-    power_limit_w: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +235,7 @@ class Gpu(ABC):
 
     @abstractmethod
     def clock_state(self) -> ClockState:
-        """Return the clock, throttle reasons and power limit. May take milliseconds."""
+        """Return the clock and throttle reasons. May take milliseconds."""
 
     def power_state(self) -> PowerState:
         """Return power profiles and power limits. May take milliseconds."""

@@ -43,6 +43,8 @@ _RANK = 0
 _ERROR_CHARACTERS = 1000
 #: How long to wait for its end, s; a driver may hang.
 _END_S = 1.0
+#: Most messages that wait for a rank that takes none, as one that is stopped; then the oldest go.
+_MOST_WAITING = 4096
 
 
 class EnergyCounter:
@@ -133,6 +135,8 @@ class EnergyReader:
                 self._connection.close()
                 raise
         self._connection.setblocking(False)
+        self._end = select.poll()
+        self._end.register(self._connection, 0)  # by that of its socket, whatever it says
         self._asked = self._answered = 0
         #: Why its last look failed; None when it went well.
         self.error: str | None = None
@@ -166,6 +170,10 @@ class EnergyReader:
                 return
             wait_readable([self._connection.fileno()], left_s)
 
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until it has ended, for a time."""
+        self._end.poll(1000 * timeout_s)
+
     def close(self) -> None:
         """End it; what it has not said is lost."""
         self._process.kill()
@@ -186,7 +194,7 @@ def main() -> None:
     # A rank that takes nothing for minutes must not keep this process from looking.
     rank = socket.socket(fileno=_RANK)
     rank.setblocking(False)
-    waiting, looks = deque[dict[str, Any]](), 0
+    waiting, looks = deque[dict[str, Any]](maxlen=_MOST_WAITING), 0
     last: EnergyReading | None = None
     said: dict[str, Any] = {}
     while os.getppid() == order["parent"]:  # a child that the rank forked may keep its end open

@@ -97,6 +97,8 @@ def open_job(
     say: Callable[[str], None],
     decision: Decision,
     notes: Sequence[str],
+    *,
+    busy: bool,
 ) -> Session:
     """Open this rank's GPU, channel and session, and print what the job does.
 
@@ -107,12 +109,13 @@ def open_job(
         decision: the job's level. At `uniform` it gets one clock, within the slowdown that options
             allow, in place of what else they ask for; at `observe` nothing is changed.
         notes: for the bill, why it has this level.
+        busy: whether another job of this process meters its GPU and sets its clock.
 
     Raises:
         JobError: ranks that were started differently, too few microbatches in flight, or a profile
             or plan where units have no clocks of their own.
-        WithoutEnvPipeError: a GPU cannot even be read, or ranks cannot reach each other or send
-            messages, and neither control nor a profile is required.
+        WithoutEnvPipeError: a GPU cannot even be read or is busy, or ranks cannot reach each other
+            or send messages, and neither control nor a profile is required.
         EnvPipeError: no control though it is required, or another rank raised one.
     """
     level = decision.level
@@ -153,6 +156,7 @@ def open_job(
     require = options.require_control or (options.profile_only and options.gpu_control != "dry_run")
     options = replace(options, require_control=require)
     made = partial(_made, say, require)
+    made(_check_free, busy)
     pipeline = dist.get_process_group_ranks(framework.pipeline_group)
     timeout = timeout_of(framework.pipeline_group)
     collectives = made(make_collectives, all_pipelines(pipeline), timeout)
@@ -245,6 +249,15 @@ def _made(say: Callable[[str], None], required: bool, make: Callable[..., T], *a
     if dist.get_rank() == 0:
         say(f"This job trains without EnvPipe: {why}")
     raise WithoutEnvPipeError(why) from failure
+
+
+def _check_free(busy: bool) -> None:
+    """Refuse by a JobError a second job of this process: both would set one clock, and bill it."""
+    if busy:
+        raise JobError(
+            "Another job of this process has not ended",
+            remedy="Call end_training, or close, of what runs that one, before this one is made.",
+        )
 
 
 def say_line(text: str) -> None:

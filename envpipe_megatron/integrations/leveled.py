@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -21,7 +21,7 @@ from envpipe_megatron import __version__
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.account import Tariff, account_lines
-from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.bill import SUMMARY_FORMAT, Bill
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase, split_phase
 from envpipe_megatron.formats.energy_sums import total_of
 from envpipe_megatron.formats.steps import IntervalEnergy, StepEnergy
@@ -46,7 +46,7 @@ class LeveledJob:
 
     Every rank makes one, which prints what it does, and calls its methods at the same points of
     the program. Where a GPU cannot be read, there is no `job`: the framework trains without
-    EnvPipe, and methods do nothing.
+    EnvPipe, and methods do nothing. So it does while another job of this process has not ended.
 
     Args:
         options, framework, say: as for `open_job`.
@@ -56,6 +56,9 @@ class LeveledJob:
         JobError: the level that options name cannot be had.
         EnvPipeError: as `open_job` raises it.
     """
+
+    #: The one of this process that meters its GPU and sets its clock; None without.
+    _with_gpu: ClassVar[LeveledJob | None] = None
 
     def __init__(
         self,
@@ -255,6 +258,8 @@ class LeveledJob:
         self._give_back()
 
     def _give_back(self) -> None:
+        if LeveledJob._with_gpu is self:
+            LeveledJob._with_gpu = None
         if self.job is not None:
             self.job.close()
             self.job.parts.channel.close()
@@ -270,10 +275,13 @@ class LeveledJob:
         return decide(self._limits, asked, checks=checks)
 
     def _open_job(self, options: JobOptions, found: Sequence[Limit]) -> Session | None:
+        busy, notes = LeveledJob._with_gpu is not None, [*map(str, found)]
         try:
-            return self._open(options, decision=self.decision, notes=[*map(str, found)])
+            session = self._open(options, decision=self.decision, notes=notes, busy=busy)
         except WithoutEnvPipeError:
             return None
+        LeveledJob._with_gpu = self
+        return session
 
 
 def _say(say: Callable[[str], None], text: str) -> None:
@@ -305,7 +313,7 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
     baseline = None if measured is None else measured.mean
     phases = {phase: bill.steps(phase) for _, _, phase, _ in bill.phases}
     summary = {
-        "format": "envpipe-summary/1",
+        "format": SUMMARY_FORMAT,
         "created_by": f"envpipe {__version__}",
         "started": session.parts.folder.started,
         "only_measures": only_measures,

@@ -228,14 +228,20 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
                 remedy="Write host slots=N, or give --nproc-per-node.",
             )
         made.append(completed(found))
-    by_line = given.master_addr or "", "the command line"
-    master, origin = made[0].settings.get("--master-addr", by_line)
-    if _ITSELF.fullmatch(master) and not all(_ITSELF.fullmatch(host.name) for host in hosts[1:]):
+    option, by_line = "--master-addr", (given.master_addr or "", "the command line")
+    place, origin = made[0].settings.get(option, by_line)
+    remedy = "Begin the hostfile with the name by which others know it, or give --master-addr."
+    if given.rdzv_endpoint or given.rdzv_backend == "c10d":
+        option, origin = "--rdzv-endpoint", "the command line, PET_RDZV_ENDPOINT or by default"
+        place = re.sub(r":\d*$", "", given.rdzv_endpoint) or "localhost"
+        remedy = "Give the name by which others know it: --rdzv-endpoint node1:29400, say."
+    meets_here = _ITSELF.fullmatch(place.strip("[]")) and given.rdzv_backend in ("static", "c10d")
+    elsewhere = [host for host in hosts if not _ITSELF.fullmatch(host.name)]
+    if meets_here and elsewhere and len(hosts) > 1:
         raise EnvPipeError(
-            f"Each host would look for the first one on itself, by --master-addr of {origin}",
-            value=master,
-            remedy="Begin the hostfile with the name by which others know it, or give "
-            "--master-addr.",
+            f"Each host would look for the first one on itself, by {option} of {origin}",
+            value=place,
+            remedy=remedy,
         )
     return tuple(made)
 

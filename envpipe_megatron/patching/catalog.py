@@ -9,9 +9,10 @@ import ast
 import hashlib
 import re
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import shipped_folder
@@ -49,55 +50,34 @@ class Recognition:
 
 
 @dataclass(frozen=True)
-class Hook:
-    """A place that `check` must find live; its fields are those of `[[hooks]]` in patch.toml.
-
-    Attributes:
-        module: the module to import, which must come from the checkout.
-        attribute: the name that the module must have.
-        used_in: functions of the module whose code must name the attribute.
-    """
-
-    module: str
-    attribute: str
-    used_in: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
 class Patch:
     """A patch and its description.
 
     Attributes:
         project: folder of the project under patches/.
-        title: the project's own name.
+        name: the project's own name and the tag, for messages.
         commit: commit id of the tag.
-        sha256: hash of the patch's text.
         hashes: sha256 of each path, in the released checkout (empty for a new file) and patched.
-        hooks: the places that `check` must find live.
+        hooks: the places that `check` must find live: the `module` to import from the checkout, the
+            `attribute` that it must have, and `used_in`, its functions whose code must name that.
         description: text of patch.toml.
     """
 
     project: str
-    title: str
+    name: str
     tag: str
     commit: str
-    sha256: str
     recognition: Recognition
     hashes: dict[str, tuple[str, str]]
-    hooks: tuple[Hook, ...]
+    hooks: tuple[dict[str, Any], ...]
     description: str = field(repr=False)
     text: bytes = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        """Return project and tag, for messages."""
-        return f"{self.title} {self.tag}"
 
 
 def patch_file(patch: Patch) -> Path | None:
     """Return where a patch lies in this installation; None for one of another version's."""
     file = shipped_folder("patches") / patch.project / patch.tag / PATCH_NAME
-    return file if file.is_file() and sha256(file.read_bytes()) == patch.sha256 else None
+    return file if file.is_file() and file.read_bytes() == patch.text else None
 
 
 def load_catalog(folder: Path | None = None) -> tuple[Patch, ...]:
@@ -128,15 +108,11 @@ def read_patch(description: str, text: bytes) -> Patch:
         if outside := [path for path in hashes if path.startswith("/") or ".." in path.split("/")]:
             raise ValueError(f"{outside[0]} leads out of the checkout")
         return Patch(
-            **{key: str(document[key]) for key in ("project", "title", "tag", "commit")},
-            sha256=document["patch_sha256"],
+            **{key: str(document[key]) for key in ("project", "tag", "commit")},
+            name=f"{document['title']} {document['tag']}",
             recognition=Recognition(**document["recognition"]),
             hashes=hashes,
-            hooks=tuple(
-                # A record of an earlier version may have these, and needs them no more.
-                Hook(**{k: v for k, v in table.items() if k not in ("returned_by", "prepare")})
-                for table in document["hooks"]
-            ),
+            hooks=tuple(document["hooks"]),
             description=description,
             text=text,
         )

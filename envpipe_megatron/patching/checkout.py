@@ -68,11 +68,6 @@ class Checkout:
     foreign: dict[str, str]
     other: dict[str, bytes | None]
 
-    @property
-    def superseded(self) -> bool:
-        """Return whether the patch is another one than this package has for the version."""
-        return patch_file(self.patch) is None
-
 
 def look_at(directory: Path, tag: str | None = None) -> Checkout:
     """Read what a checkout holds; the arguments are those of `apply_patch`.
@@ -116,7 +111,7 @@ def apply_patch(directory: Path, tag: str | None = None) -> tuple[Checkout, tupl
         OSError: the checkout can't be written; it is then as it was, or changed in part.
     """
     found = look_at(directory, tag)
-    if found.superseded:
+    if patch_file(found.patch) is None:
         raise PatchError(
             f"Another version of the patch for {found.patch.name} is in this checkout",
             value=str(found.root),

@@ -17,16 +17,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import MagicMock
-
-if TYPE_CHECKING:
-    from envpipe_megatron.patching.catalog import Hook
 
 #: Comes with torch for GPUs only, and is called in kernels only, by no hook.
 _GPU_ONLY = ("triton",)
@@ -50,24 +47,25 @@ class Answer:
     """A hook's answer.
 
     Attributes:
+        hook: its module and attribute.
         detail: the module's file, the dependency, or the error.
         stood_in: packages for GPUs only that are missing here, in whose place the checkout's
             modules got a stand-in.
     """
 
-    hook: Hook
+    hook: str
     outcome: Outcome
     detail: str
     remedy: str
     stood_in: tuple[str, ...] = ()
 
 
-def ask_hooks(root: Path, hooks: Sequence[Hook]) -> tuple[Answer, ...]:
+def ask_hooks(root: Path, hooks: Sequence[dict[str, Any]]) -> tuple[Answer, ...]:
     """Ask hooks in a fresh interpreter that has the checkout first on its path; answers in order.
 
-    Nothing is written to the checkout.
+    They are as `Patch` has them. Nothing is written to the checkout.
     """
-    request = json.dumps({"root": str(root.resolve()), "hooks": [asdict(hook) for hook in hooks]})
+    request = json.dumps({"root": str(root.resolve()), "hooks": hooks})
     with tempfile.NamedTemporaryFile() as answers:
         try:
             done = subprocess.run(
@@ -90,7 +88,7 @@ def ask_hooks(root: Path, hooks: Sequence[Hook]) -> tuple[Answer, ...]:
         found, stood_in = json.loads(answers.read() or "null") or failed
     answered = []
     for hook, (outcome, detail) in zip(hooks, found, strict=True):
-        package = hook.module.partition(".")[0]
+        package, name = hook["module"].partition(".")[0], f"{hook['module']}.{hook['attribute']}"
         remedy = {
             Outcome.LIVE: "",
             Outcome.NOT_LIVE: "Revert and apply the patch again",
@@ -101,7 +99,7 @@ def ask_hooks(root: Path, hooks: Sequence[Hook]) -> tuple[Answer, ...]:
             Outcome.DEPENDENCY: "Install it in this Python environment; then check again",
             Outcome.IMPORT_FAILED: "Make this import work first",
         }[outcome]
-        answered.append(Answer(hook, Outcome(outcome), detail, remedy, tuple(stood_in)))
+        answered.append(Answer(name, Outcome(outcome), detail, remedy, tuple(stood_in)))
     return tuple(answered)
 
 
@@ -176,7 +174,7 @@ def _proven(hook: dict[str, Any], module: ModuleType) -> tuple[Outcome, str]:
     attribute = hook["attribute"]
     if not hasattr(module, attribute):
         return Outcome.NOT_LIVE, f"{module.__name__} has no {attribute}"
-    for name in hook["used_in"]:
+    for name in hook.get("used_in", ()):
         if attribute not in _names(inspect.unwrap(attrgetter(name)(module)).__code__):
             return Outcome.NOT_LIVE, f"{name} does not use {attribute}"
     return Outcome.LIVE, str(module.__file__)

@@ -14,6 +14,7 @@ from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_lines
+from envpipe_megatron.formats.bill import SUMMARY_FORMAT
 from envpipe_megatron.formats.energy import (
     ENDED,
     INDEX,
@@ -23,6 +24,7 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
     read_energy_logs,
 )
+from envpipe_megatron.formats.job_file import JOB_FORMAT
 from envpipe_megatron.formats.timeline import (
     GpuLabels,
     RankIteration,
@@ -135,11 +137,17 @@ class RunFolder:
 def read_run_folder(path: Path) -> RunFolder:
     """Read what a run left; EnvPipeError if there is nothing of a run, or no such folder."""
     missing: list[str] = []
-    timelines = read_timelines(sorted(path.glob("timeline*.jsonl")))
+
+    def logs(name: str) -> list[Path]:
+        found = sorted(path.glob(f"{name}*.jsonl"))
+        missing.extend(f"{file.name} is no file" for file in found if not file.is_file())
+        return [file for file in found if file.is_file()]
+
+    timelines = read_timelines(logs("timeline"))
     if not timelines.iterations:
         missing.append("timeline.jsonl: no measured timelines, and no units in the trace")
     missing += _torn(timelines.unreadable)
-    energy = read_energy_logs(sorted(path.glob("energy*.jsonl")))
+    energy = read_energy_logs(logs("energy"))
     for file in energy.foreign:
         missing.append(f"{file.name}: no line of it can be read, and its energies are missing")
     if not energy.windows:
@@ -154,7 +162,7 @@ def read_run_folder(path: Path) -> RunFolder:
         plan = _read(file, lacking, partial(read_plan, profile=profile), missing)
     else:
         missing.append(f"{file.name} is not there, or cannot be used without its profile")
-    clocks, unreadable = read_lines(sorted(path.glob("clocks*.jsonl")), _clock_summary)
+    clocks, unreadable = read_lines(logs("clocks"), _clock_summary)
     missing += _torn(unreadable)
     if not clocks:
         missing.append("clocks.jsonl: whether clocks followed is not known")
@@ -162,7 +170,7 @@ def read_run_folder(path: Path) -> RunFolder:
     if any(map(_ended_well, energy.lines)):
         lacking = "the job wrote to another folder (--envpipe-output), or to none"
     summary = _read(path / "summary.json", lacking, _read_summary, missing)
-    job = _read(path / "job.json", "", _json_object, missing)
+    job = _read(path / "job.json", "", _read_job, missing)
     folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, job, ())
     folder, others = _of_present_job(folder)
     if others:
@@ -216,12 +224,15 @@ def _clock_summary(line: bytes) -> dict[str, Any]:
     return entry
 
 
-def _json_object(file: Path) -> dict[str, Any]:
-    return read_json(file, "File").data
+def _read_job(file: Path) -> dict[str, Any]:
+    fields = read_json(file, "File")
+    fields.check_format(JOB_FORMAT)
+    return fields.data
 
 
 def _read_summary(file: Path) -> dict[str, Any]:
     fields = read_json(file, "File")
+    fields.check_format(SUMMARY_FORMAT)
     for stage in fields.entries("memory") if fields.data.get("memory") else ():
         for name in _PEAKS:
             if stage.data.get(name) is not None:

@@ -58,7 +58,7 @@ def v100_profile(factor, stages):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What a command would train; eight GPUs are there."""
+    """Return what a command would train; eight GPUs are there."""
     seen = {}
 
     def make_rows(experiment, place, *_):

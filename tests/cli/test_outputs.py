@@ -61,6 +61,15 @@ def test_an_output_of_a_variable_that_is_not_set_is_refused(folder, command):
     assert "'--output': a path is wanted, and this is -" in result.output
 
 
+@pytest.mark.parametrize("command", ["partition", "quickstart", "simulate"])
+@pytest.mark.parametrize("name", ["loop", "loop/in"])
+def test_an_output_in_a_circle_of_links_is_refused(folder, command, name):
+    (folder / "loop").symlink_to("loop")
+    result = run(command, "--output", name, *COMMANDS.get(command, ()))
+    assert result.exit_code == 2
+    assert f"'--output': {name} leads in a circle of symbolic links" in result.output
+
+
 #: What each command reads, before and behind the option of its output.
 INPUTS = {
     "plan": ("--num-microbatches 4 --blocking-power 80 --profile {} --schedule {}", "p.csv o.csv"),
@@ -142,7 +151,7 @@ PRINTING = {
 
 @pytest.fixture
 def shown(folder, profile_path):
-    """What these commands print."""
+    """Return what these commands print."""
     plan_for(profile_path, "plan.json")
     append_line(folder / "energy.jsonl", window())
 

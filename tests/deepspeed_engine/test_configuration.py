@@ -168,7 +168,7 @@ def test_engines_that_are_not_run(changes, queues, named, monkeypatch):
 
 
 def an_engine(config=None, **changes):
-    """What is looked at of an engine that EnvPipe runs, but for some changes."""
+    """Return what is looked at of an engine that EnvPipe runs, but for some changes."""
     engine = object.__new__(PipelineEngine)
     fit = {
         "num_stages": 2,

@@ -34,7 +34,7 @@ Run = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What each rank came to, by case and run."""
+    """Return what each rank came to, by case and run."""
     folder = tmp_path_factory.mktemp("deepspeed")
     command = [sys.executable, str(RANK), str(folder), str(STAGES), str(STEPS), *CASES]
     command += (*LOOPS, WITHOUT) if FULL else ()

@@ -66,7 +66,7 @@ def is_ready(unit, done, virtual_stages):
 
 
 def torch_runs(rows, virtual_stages, microbatches):
-    """Whether torch finds an order for its messages."""
+    """Return True if torch finds an order for its messages."""
     actions = {rank: [of_torch()._Action.from_str(cell) for cell in row] for rank, row in
                enumerate(rows)}  # fmt: skip
     try:

@@ -70,7 +70,7 @@ class Machine:
         return SiteConfig(path=self.folder / "site.toml", **self.fields)
 
     def changes(self):
-        """What was changed since `forget`, by the way in which it was."""
+        """Return what was changed since `forget`, by the way in which it was."""
         log = self.folder / "commands"
         requests = self.zeusd.requests if self.zeusd else []
         return {
@@ -85,7 +85,7 @@ class Machine:
         (self.folder / "commands").unlink(missing_ok=True)
 
     def look(self):
-        """What is allowed, after checking that looking changed nothing."""
+        """Return what is allowed, after checking that looking changed nothing."""
         found = {check.wanted: check for check in check_controls(self.site)}
         assert all(bool(check.remedy) is (check.backend is None) for check in found.values())
         self.assert_untouched()

@@ -216,10 +216,14 @@ def test_a_look_that_could_not_be_asked_for_is_not_waited_for(gpu, reader, monke
     assert time.monotonic() - before_s < WAIT_S
 
 
-def test_what_a_full_socket_refuses_is_said_later(monkeypatch):
-    """And is looked at meanwhile: a rank may take nothing for minutes."""
+@pytest.mark.parametrize(("most", "looks"), [(4, [0, 1, 2, 3]), (2, [2, 3])])
+def test_what_a_full_socket_refuses_is_said_later(monkeypatch, most, looks):
+    """And is looked at meanwhile: a rank may take nothing for minutes, or for days."""
     gpu, sent, full = FakeGpu(), [], [True, True, False, True]
     asked: list[bool] = []
+    monkeypatch.setattr(energy_counter, "_MOST_WAITING", most)
+    if most == 2:
+        full[:] = [True] * 3
 
     def send(_: socket.socket, message: dict) -> None:
         if full and full.pop(0):
@@ -249,8 +253,8 @@ def test_what_a_full_socket_refuses_is_said_later(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
     energy_counter.main()
     ours.close()
-    assert [message["looks"] for message in sent] == [0, 1, 2, 3]
-    assert [message["reading"][0] for message in sent] == pytest.approx([0, 10, 20, 30])
+    assert [message["looks"] for message in sent] == looks
+    assert [message["reading"][0] for message in sent] == pytest.approx([10 * n for n in looks])
 
 
 def test_a_failure_of_any_length_is_said(monkeypatch):
@@ -302,6 +306,15 @@ def test_a_thread_goes_on_where_the_reader_is_killed(gpu, meter):
     assert meter._thread.is_alive()
     assert meter.last_refresh_s == gpu.read_energy().time_s
     assert meter.window(1.1, 2.1).energy_j > 0
+
+
+def test_a_thread_goes_on_at_once_though_nobody_asks(gpu, monkeypatch):
+    monkeypatch.setattr(energy_meter, "_TAKE_S", NEVER_S)
+    meter = EnergyMeter(gpu, poll_s=0.01)
+    os.kill(meter._reader._process.pid, signal.SIGKILL)
+    gpu.advance_to(2.2)
+    look_until(lambda: meter._times_s[-1] == gpu.read_energy().time_s)
+    meter.close()
 
 
 @pytest.mark.parametrize("why", ["only this process can open it", "no process can be started"])

@@ -22,7 +22,7 @@ from envpipe_megatron.gpu.registry import Device, Driver, VendorGpu
 
 
 def driver():
-    """What the driver says: cards, who may lock, and which are sealed."""
+    """Return the driver's answers: cards, who may lock, and which are sealed."""
     try:
         return json.loads(Path(os.environ["ACME_DRIVER"]).read_text())
     except KeyError:
@@ -157,7 +157,7 @@ class Acme:
         (self._folder / "driver").write_text(json.dumps({**state, **more}))
 
     def told(self):
-        """What the driver was asked since the last call, without by whom."""
+        """Return what the driver was asked since the last call, without by whom."""
         log = self._folder / "driver.told"
         lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
+from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress, PowerState
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import ClockPage
 
@@ -72,8 +72,12 @@ class FakeGpu(Gpu):
             self.requested_frequency_mhz,
             self.observed_frequency_mhz,
             self.throttle_reasons,
-            self.power_limit_w,
         )
+
+    def power_state(self) -> PowerState:
+        if self.error is not None:
+            raise self.error
+        return PowerState(power_limit_w=self.power_limit_w)
 
     @property
     def power_w(self) -> float:

@@ -29,5 +29,5 @@ def examples(count: int) -> int:
 
 
 def asked_for(what: str) -> bool:
-    """Whether ENVPIPE_<what>_FULL=1 asks for long tests."""
+    """Return True if ENVPIPE_<what>_FULL=1 asks for long tests."""
     return os.environ.get(f"ENVPIPE_{what}_FULL", "") not in ("", "0")

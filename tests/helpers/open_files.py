@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 MEMORY = ("/memfd:", "/dev/shm")
-"""What `child.open_memory` gives."""
+"""Names of the files that `child.open_memory` makes."""
 
 
 def open_files(*names: str | Path) -> Counter[str]:

@@ -197,7 +197,7 @@ def _version(file: StateFile) -> tuple[int, ...]:
 
 
 def _remembered(file: StateFile) -> EmulatedState:
-    """What `read` returns, which looks at every number of a file that is read ten times.
+    """Return what `read` does, without looking anew at all numbers of a file that is read often.
 
     Without sleeps the emulated GPUs' files would else be most of what a rank computes.
     """
@@ -209,7 +209,7 @@ def _remembered(file: StateFile) -> EmulatedState:
 
 
 def _remembering(file: StateFile, new: EmulatedState, *, keep: bool) -> None:
-    """What `_write` does, for this process to read it again as it was."""
+    """Do what `_write` does, for this process to read it again as it was."""
     _write(file, new, keep=keep)
     _known_states[file.path] = _version(file), _copy(new)
 
@@ -272,7 +272,7 @@ def session(
 
 
 def options(output: Path | None = None, **asked: Any) -> JobOptions:
-    """Those of a job that comes to its steady phase in few iterations."""
+    """Return options of a job that comes to its steady phase in few iterations."""
     usual = {"type": "envelope", "reconfigure": "default", "num_microbatches": MICROBATCHES}
     short = {"baseline_steps": 1, "profile_steps": 1, "window_s": 0.3}
     return JobOptions(output=output, **{**usual, **short, **asked})

@@ -155,7 +155,9 @@ def share_one_device() -> None:
         def __instancecheck__(cls, group: object) -> bool:
             return isinstance(group, gloo)
 
-        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        def __call__(
+            cls, store: Any, rank: int, size: int, timeout: timedelta, **_: Any
+        ) -> Any:  # since torch 2.14 with more
             options = gloo._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
             return gloo(store, rank, size, options)

@@ -57,7 +57,7 @@ def emulate(rank: int, root: Path, preset: Path) -> None:
 
 
 def seen(session: Session) -> dict[str, Any]:
-    """What a job came to."""
+    """Results of a job."""
     plan = session.state.plan
     return {
         "iterations": [(phase.value, time_s) for phase, time_s in session.iterations.latest],

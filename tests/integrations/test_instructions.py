@@ -52,7 +52,7 @@ def profile(preset, stages=STAGES):
 
 @pytest.fixture(scope="module")
 def trained(pool, folder, preset):
-    """What the ranks of the example came to."""
+    """Return what the ranks of the example came to."""
     settings = {**QUICK, "type": "envelope", "output": str(folder / "output")}
     arguments = (folder / "example", preset, MICROBATCHES, STEPS, settings)
     return pool.run(instruction_ranks.train_example, *arguments)

@@ -121,7 +121,7 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
 
 
 def told_to(*facts):
-    """What ranks are told that begin with these facts, each in a thread."""
+    """Return what ranks get that begin with these facts, each in a thread."""
     met, told = Barrier(len(facts), timeout=20), []
 
     def of_all_ranks(own):
@@ -280,7 +280,7 @@ def test_ranks_that_cannot_be_connected_end_no_training(monkeypatch):
     framework = FrameworkJob(dist.group.WORLD, 1, runs_units=True)
     try:
         with pytest.raises(WithoutEnvPipeError, match="Too many open files"):
-            open_job(JobOptions(), framework, said.append, decide([]), ())
+            open_job(JobOptions(), framework, said.append, decide([]), (), busy=False)
     finally:
         dist.destroy_process_group()
     assert said == ["This job trains without EnvPipe: Too many open files"]

@@ -47,7 +47,7 @@ def job(monkeypatch):
 
 
 def asked(job):
-    """What the hooks have asked of the job."""
+    """Return what the hooks have asked of the job."""
     return [name for name, *_ in job.mock_calls]
 
 

@@ -20,7 +20,7 @@ def schedules():
 
 
 class Rank:
-    """What megatron-core asks its communicator for: the group of the pipeline, and its chunks."""
+    """Stands in for megatron-core's communicator: the group of the pipeline, and its chunks."""
 
     def __init__(self, num_stages, stage, num_chunks):
         self.pp_group = self

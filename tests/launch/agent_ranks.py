@@ -15,7 +15,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.messages import receive, send
 from envpipe_megatron.launch.agent.agent import NodeAgent
 
-LONG_S = 20.0
+LONG_S = 120.0
 
 
 class Rank:

@@ -10,7 +10,7 @@ from functools import partial
 
 import commands
 
-LONG_S = 30
+LONG_S = 120
 
 
 run, run_well, run_badly = (

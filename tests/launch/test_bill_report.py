@@ -17,7 +17,7 @@ from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.launch import bill as bill_report
 from envpipe_megatron.launch.bill import BillReport, Tariff, bill_facts
 
-LONG_S = 20.0
+LONG_S = 120.0
 
 
 @pytest.fixture

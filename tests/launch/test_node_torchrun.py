@@ -21,7 +21,7 @@ print("ready", flush=True)
 signal.pause()
 """
 
-LONG_S = 20.0
+LONG_S = 120.0
 
 #: Says its pid, and when it gets SIGTERM.
 COMMAND = """

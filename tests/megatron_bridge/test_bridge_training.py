@@ -53,7 +53,7 @@ DP2 = JOB
 
 @dataclass(frozen=True)
 class Run:
-    """What a run computed, to the last bit, and what EnvPipe said."""
+    """Results of a run, to the last bit, and what EnvPipe said."""
 
     #: Losses and gradient norm of each step, losses of evaluations, weights, of each rank.
     computed: tuple[tuple[str, ...], ...]

@@ -29,7 +29,7 @@ _JOB = (
 
 
 def missing() -> list[str]:
-    """What a run needs and is not installed."""
+    """Return what a run needs and is not installed."""
     modules = ("torch", "deepspeed", "transformers", "pybind11", "einops", "regex", "six")
     return [name for name in modules if importlib.util.find_spec(name) is None] + [
         name for name in ("make", "g++") if shutil.which(name) is None
@@ -37,7 +37,7 @@ def missing() -> list[str]:
 
 
 def gpt_args(data: Path) -> str:
-    """Those of `pretrain_gpt.py`."""
+    """Return the arguments of `pretrain_gpt.py`."""
     return (
         f"{_MODEL} {_JOB} --seq-length 32 --max-position-embeddings 32 --eval-interval 5 "
         f"--eval-iters 2 --tokenizer-type NullTokenizer --vocab-size 63 "

@@ -42,7 +42,7 @@ _COMPUTED = (
 
 @dataclass(frozen=True)
 class Iteration:
-    """What Megatron-LM prints of an iteration.
+    """An iteration as Megatron-LM prints it.
 
     Attributes:
         number: From 1.
@@ -59,7 +59,7 @@ class Iteration:
 
     @property
     def skipped(self) -> bool:
-        """Whether the gradients overflowed, and no weight was changed."""
+        """Return True if the gradients overflowed, and no weight was changed."""
         return self.fields["number of skipped iterations"] != "0"
 
     @property
@@ -74,7 +74,7 @@ class Iteration:
 
 
 class Run(Ended):
-    """What is read from what the ranks of a Megatron printed."""
+    """Facts read from what the ranks of a Megatron printed."""
 
     @property
     def output(self) -> str:
@@ -88,7 +88,7 @@ class Run(Ended):
 
     @property
     def evaluations(self) -> list[tuple[str, str]]:
-        """What was evaluated, e.g. `iteration 5`, and the loss as it was printed."""
+        """Return what was evaluated, e.g. `iteration 5`, and the loss as it was printed."""
         return evaluations_in(self.output)
 
     @property
@@ -99,7 +99,7 @@ class Run(Ended):
 
     @property
     def imported(self) -> bool:
-        """Whether EnvPipe was imported by any rank."""
+        """Return True if EnvPipe was imported by any rank."""
         return "cpu_run: envpipe imported" in self.output
 
     @property
@@ -119,7 +119,7 @@ class Run(Ended):
 
 
 def missing_modules() -> list[str]:
-    """What Megatron-LM's training scripts import unasked and is not installed.
+    """Return what Megatron-LM's scripts import unasked and is not installed.
 
     Its checkpoints wait for ever without psutil. Triton is not among them: `cpu_run` stands in.
     """
@@ -181,5 +181,5 @@ def iterations_in(output: str) -> Iterable[Iteration]:
 
 
 def evaluations_in(output: str) -> list[tuple[str, str]]:
-    """What was evaluated, and its loss."""
+    """Return what was evaluated, and its loss."""
     return re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", output)

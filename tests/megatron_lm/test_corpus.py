@@ -73,13 +73,17 @@ class Collected:
         lines = [json.dumps({"text": text}) + "\n" for text in self.texts]
         (folder / "text" / "a.jsonl").write_text("".join(lines[:12]) + lines[0])
         (folder / "text" / "b.json").write_text("".join(lines[8:]) + "torn\n")
+        # As cpu_run's `name_override`.
+        backport = "import typing, typing_extensions as e; typing.override = e.override"
+        (folder / "sitecustomize.py").write_text(backport)
 
     def prepare(self, checkout):
         """The words to train with, and the files of tokens."""
         output = self.folder / checkout.name
         words = [self.folder / "text", "--megatron", checkout, "--output", output]
         words += ["--vocab", self.vocab, "--merges", self.merges, "--workers", 2]
-        result = CliRunner().invoke(prepare_webtext, list(map(str, words)))
+        environment = {"PYTHONPATH": f"{self.folder}:{os.environ.get('PYTHONPATH', '')}"}
+        result = CliRunner().invoke(prepare_webtext, list(map(str, words)), env=environment)
         assert result.exit_code == 0, (result.output, result.exception)
         assert "left out: 5 exact duplicates, 1 that cannot be used" in result.output
         prefix = output / "webtext_text_document"

@@ -40,7 +40,7 @@ Stock = Callable[[str, str], Run]
 
 @pytest.fixture(scope="session")
 def stock(checkout, tmp_path_factory):
-    """What stock Megatron-LM makes of a case, on a tag; each is run once."""
+    """Return what stock Megatron-LM makes of a case, on a tag; each is run once."""
     runs: dict[tuple[str, str], Run] = {}
 
     def find(name, tag):

@@ -4,12 +4,16 @@ import commands
 import pytest
 from patch_project import snapshot, stock_files, write_tree
 
-from envpipe_megatron.patching.catalog import Hook
 from envpipe_megatron.patching.checkout import apply_patch
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
 
-SCHEDULES = Hook("toy.schedules", "envpipe_hook", used_in=("get_func",))
-LOOP = Hook("toy.training.loop", "envpipe", used_in=("train",))
+
+def hook(module, attribute, *used_in):
+    return {"module": module, "attribute": attribute, "used_in": used_in}
+
+
+SCHEDULES = hook("toy.schedules", "envpipe_hook", "get_func")
+LOOP = hook("toy.training.loop", "envpipe", "train")
 
 
 @pytest.fixture
@@ -44,18 +48,18 @@ class Loop:
 
 
 @pytest.mark.parametrize(
-    ("text", "hook", "live", "said"),
+    ("text", "place", "live", "said"),
     [
         (UNASKED, SCHEDULES, False, "get_func does not use envpipe_hook"),
         ("envpipe = None\ndef train(): pass\n", LOOP, False, "train does not use envpipe"),
-        (UNASKED, Hook("toy.schedules", "other"), False, "toy.schedules has no other"),
-        (UNASKED, Hook("toy.schedules", "envpipe_hook", ("gone",)), False, "AttributeError"),
-        (WRAPPED, Hook(LOOP.module, "envpipe", used_in=("train", "Loop.step")), True, ""),
+        (UNASKED, hook("toy.schedules", "other"), False, "toy.schedules has no other"),
+        (UNASKED, hook("toy.schedules", "envpipe_hook", "gone"), False, "AttributeError"),
+        (WRAPPED, hook("toy.training.loop", "envpipe", "train", "Loop.step"), True, ""),
     ],
 )
-def test_a_hook_is_asked_in_what_its_module_holds(checkout, text, hook, live, said):
-    write_tree(checkout, {f"{hook.module.replace('.', '/')}.py": text})
-    got, detail = asked(checkout, hook)
+def test_a_hook_is_asked_in_what_its_module_holds(checkout, text, place, live, said):
+    write_tree(checkout, {f"{place['module'].replace('.', '/')}.py": text})
+    got, detail = asked(checkout, place)
     assert (got, said in detail) == (Outcome.LIVE if live else Outcome.NOT_LIVE, True)
 
 
@@ -69,8 +73,8 @@ def test_an_installed_package_that_wins_is_named(patched, tmp_path, monkeypatch,
     write_tree(installed, {"toy/schedules.py": "envpipe_hook = None\n"})
     assert asked(patched, SCHEDULES)[0] is Outcome.LIVE
     write_tree(installed, {"toy/__init__.py": ""})
-    for hook in (SCHEDULES, LOOP):  # the installed one lacks the latter
-        assert asked(patched, hook) == (Outcome.ELSEWHERE, str(installed / "toy"))
+    for place in (SCHEDULES, LOOP):  # the installed one lacks the latter
+        assert asked(patched, place) == (Outcome.ELSEWHERE, str(installed / "toy"))
     (answer,) = ask_hooks(patched, [LOOP])
     assert "uninstall it" in answer.remedy
 

@@ -21,7 +21,7 @@ from patch_project import (
     write_tree,
 )
 
-from envpipe_megatron.patching.catalog import sha256
+from envpipe_megatron.patching.catalog import patch_file, sha256
 from envpipe_megatron.patching.checkout import (
     RECORD_NAME,
     GitError,
@@ -269,10 +269,10 @@ def test_what_an_older_release_patched_is_reverted_from_its_record(checkout, ins
     install(modules)
     refused(apply_patch, checkout, "Another version of the patch", "revert")
     found = look_at(checkout)
-    assert (found.state, found.superseded) == (State.PATCHED, True)
+    assert (found.state, patch_file(found.patch)) == (State.PATCHED, None)
     revert_patch(checkout)
     assert snapshot(checkout) == stock
-    assert not look_at(checkout).superseded
+    assert patch_file(look_at(checkout).patch)
 
 
 def test_a_record_that_outlived_its_patch_is_replaced(checkout, catalog, patches, install, modules):
@@ -348,7 +348,7 @@ def test_a_damaged_record_is_named(checkout, text):
 def test_a_record_cannot_lead_out_of_the_checkout(checkout, catalog, path):
     apply_patch(checkout)
     patch = catalog[0].text.decode().replace("b/run.sh", f"b/{path}")
-    hashed = catalog[0].description.replace(catalog[0].sha256, sha256(patch.encode()))
+    hashed = catalog[0].description.replace(sha256(catalog[0].text), sha256(patch.encode()))
     description = hashed.replace('"run.sh"', f'"{path}"')
     record = {"format": "envpipe-patch-record/1", "description": description, "patch": patch}
     (checkout / RECORD_NAME).write_text(json.dumps(record))

@@ -86,7 +86,7 @@ def test_the_script_writes_patch_and_description(tmp_path, trees):
     assert "new     toy/training/envpipe.py" in done.stdout
     (patch,) = load_catalog(folder.parent)
     assert (patch.project, patch.tag, patch.commit) == ("toy", "odd", "33")
-    assert [hook.attribute for hook in patch.hooks] == ["a"]
+    assert [hook["attribute"] for hook in patch.hooks] == ["a"]
     assert patch.recognition.fits(trees[0])
     assert patch.recognition.fits(trees[1])
     (trees[0] / "untouched.txt").write_text("of another version")
@@ -118,8 +118,6 @@ def test_an_edit_that_a_patch_cannot_hold_is_refused(trees, edit, said):
 def test_a_description_belongs_to_its_patch(catalog):
     patch, other = catalog
     assert read_patch(patch.description, patch.text) == patch
-    of_before = patch.description.replace('used_in = ["get_func"]', 'returned_by = "get_func"')
-    assert [hook.used_in for hook in read_patch(of_before, patch.text).hooks] == [(), ["train"]]
     for description, text in (
         (patch.description, other.text),
         (patch.description.replace("loop.py", "pool.py"), patch.text),

@@ -117,7 +117,7 @@ def test_its_hooks_are_live_where_it_is_applied(patch, checkout, stand_ins):
     apply_patch(checkout)
     answers = ask_hooks(checkout, patch.hooks)
     assert [(answer.outcome, answer.detail) for answer in answers] == [
-        (Outcome.LIVE, str(checkout / (hook.module.replace(".", "/") + ".py")))
+        (Outcome.LIVE, str(checkout / (hook["module"].replace(".", "/") + ".py")))
         for hook in patch.hooks
     ]
 

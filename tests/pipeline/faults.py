@@ -12,7 +12,7 @@ MICROBATCHES = 4
 
 
 class StageWorkError(Exception):
-    """What goes wrong in a forward."""
+    """A failure in a forward."""
 
 
 def fail(fault: str, root: Path) -> None:

@@ -23,7 +23,7 @@ ALL = ("use_distributed_optimizer", *OVERLAP, "overlap_param_gather")
 
 @dataclass(frozen=True)
 class Job:
-    """What both runs train.
+    """The job that both runs train.
 
     Args:
         group: microbatches of a chunk before the next one's, in Megatron's interleaved order; None
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def connected(self) -> bool:
-        """Whether replicas exchange anything."""
+        """Return True if replicas exchange anything."""
         return self.reducer is not None or self.tied or self.tensor > 1
 
     @property
@@ -127,7 +127,7 @@ Bits = dict[str, bytes]
 
 @dataclass
 class Result:
-    """What one rank came to; tensors as their bytes, so that equal means equal to the bit.
+    """Results of one rank; tensors as their bytes, so that equal means equal to the bit.
 
     Args:
         losses: of each step, on the last stage.

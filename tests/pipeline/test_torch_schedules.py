@@ -42,7 +42,7 @@ ORDERS = {
 
 @pytest.fixture(scope="module")
 def own(pool):
-    """What torch's 1F1B comes to; its interleaved order comes to the same."""
+    """Return what torch's 1F1B comes to; its interleaved order comes to the same."""
     whole, chunks = (
         results(pool.run(torch_ranks.train, MICROBATCHES, None, virtual))
         for virtual in ([[rank] for rank in range(RANKS)], CHUNKS[Placement.LOOPED])

@@ -45,7 +45,7 @@ class Page:
         WebDriverWait(self.driver, 30, poll_frequency=0.05).until(lambda _: self.ask(code))
 
     def of(self, name, code):
-        """What code says of `it`, a plot or a part of one."""
+        """Return what code says of `it`, a plot or a part of one."""
         return self.ask(
             f"const it = Bokeh.documents[0].get_model_by_name(arguments[0]); return {code}", name
         )

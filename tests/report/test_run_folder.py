@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 from energy_lines import window
 
+from envpipe_megatron.formats.bill import SUMMARY_FORMAT
 from envpipe_megatron.formats.energy import append_line
+from envpipe_megatron.formats.job_file import JOB_FORMAT
 from envpipe_megatron.report.pipelines import by_iteration
 from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.report.summary import _notes
@@ -25,6 +27,14 @@ def put_timeline(folder, *, run="", stage=0, uid="GPU-0", node="host", **more):
 
 def put_energy(folder, *, run="", uid="GPU-0", node="n1", file="energy.jsonl", stage=0, **more):
     append_line(folder / file, window(stage, 5, node=node, gpu_uid=uid, run=run) | more)
+
+
+def put_job(folder, *starts):
+    (folder / "job.json").write_text(json.dumps({"format": JOB_FORMAT, "starts": starts}))
+
+
+def put_summary(folder, **fields):
+    (folder / "summary.json").write_text(json.dumps({"format": SUMMARY_FORMAT, **fields}))
 
 
 def lacks(folder, text):
@@ -49,23 +59,22 @@ def test_lines_that_are_nested_too_deep_or_of_others_are_torn_ones(tmp_path):
 @pytest.mark.parametrize("memory", [True, "x", [1], [{"predicted_peak_bytes": "x"}]])
 def test_a_summary_of_other_fields_is_named_and_left_out(tmp_path, memory):
     put_timeline(tmp_path)
-    (tmp_path / "summary.json").write_text(json.dumps({"memory": memory}))
+    put_summary(tmp_path, memory=memory)
     folder = read_run_folder(tmp_path)
     assert (folder.summary, len(lacks(folder, "summary.json cannot be used"))) == (None, 1)
 
 
 def test_a_start_that_has_not_ended_is_not_what_an_earlier_ones_summary_says(tmp_path):
-    (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
+    put_job(tmp_path, OLD, NEW)
     put_timeline(tmp_path, run=NEW, frequency_mhz=[1410, 1200])
     for started, nothing in ((NEW, True), (OLD, False)):
-        summary = json.dumps({"only_measures": True, "started": started})
-        (tmp_path / "summary.json").write_text(summary)
+        put_summary(tmp_path, only_measures=True, started=started)
         assert read_run_folder(tmp_path).changed_nothing is nothing
 
 
 def test_ranks_that_were_other_stages_in_an_earlier_start_are_left_out(tmp_path):
     """After a restart with fewer replicas, rank 1 is the second stage and was the first one."""
-    (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
+    put_job(tmp_path, OLD, NEW)
     for rank, stage in enumerate((0, 0, 1, 1)):
         put_timeline(tmp_path, run=OLD, rank=rank, stage=stage)
     for rank in (0, 1):
@@ -77,7 +86,7 @@ def test_ranks_that_were_other_stages_in_an_earlier_start_are_left_out(tmp_path)
 
 def test_an_iteration_that_a_restart_repeats_is_of_one_start(tmp_path):
     """The second rank's record is not written yet, or the start had fewer ranks."""
-    (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
+    put_job(tmp_path, OLD, NEW)
     for run, ranks in ((NEW, 1), (OLD, 2)):  # nodes' files come one after another
         for rank in range(ranks):
             put_timeline(tmp_path, run=run, stage=rank)
@@ -86,7 +95,7 @@ def test_an_iteration_that_a_restart_repeats_is_of_one_start(tmp_path):
 
 
 def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path):
-    (tmp_path / "job.json").write_text(json.dumps({"starts": [NEW]}))
+    put_job(tmp_path, NEW)
     for run in (OLD, NEW, ""):
         put_timeline(tmp_path, run=run)
         put_energy(tmp_path, run=run)
@@ -96,7 +105,7 @@ def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path
     assert [each.run for each in folder.windows] == [NEW, ""]
     assert [entry["run"] for entry in folder.clocks] == [NEW, ""]
     assert lacks(folder, "3 lines of other jobs")
-    (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
+    put_job(tmp_path, OLD, NEW)
     folder = read_run_folder(tmp_path)
     assert len(folder.windows) == 3
     assert not lacks(folder, "other jobs")
@@ -177,6 +186,23 @@ def test_notes_without_energies_are_kept_and_named(tmp_path):
     assert lacks(folder, "only what agents noted")
 
 
+def test_files_of_another_version_are_named_and_left_out(tmp_path):
+    """Their fields may mean something else; of a later one, nobody knows yet what."""
+    put_timeline(tmp_path)
+    for name, known in (("summary.json", SUMMARY_FORMAT), ("job.json", JOB_FORMAT)):
+        (tmp_path / name).write_text('{"format": "envpipe-other/9", "starts": ["x"]}')
+        folder = read_run_folder(tmp_path)
+        assert (folder.summary, folder.job) == (None, None)
+        assert known in lacks(folder, f"{name} cannot be used")[0]
+
+
+@pytest.mark.parametrize("name", ["timeline", "energy", "clocks"])
+def test_a_folder_that_is_called_like_a_log_is_named(tmp_path, name):
+    put_timeline(tmp_path)
+    (tmp_path / f"{name}-x.jsonl").mkdir()
+    assert lacks(read_run_folder(tmp_path), f"{name}-x.jsonl is no file")
+
+
 @pytest.mark.parametrize("name", ["summary.json", "job.json"])
 @pytest.mark.parametrize("text", ["{", "null"])
 def test_a_file_that_is_no_object_is_named(tmp_path, name, text):
@@ -188,6 +214,6 @@ def test_a_file_that_is_no_object_is_named(tmp_path, name, text):
 @pytest.mark.parametrize("ranks", [3, [3, {"notes": -1}, {"notes": ["kept"]}]])
 def test_notes_of_a_summary_that_was_edited_are_shown_where_they_are_some(tmp_path, ranks):
     put_timeline(tmp_path)
-    (tmp_path / "summary.json").write_text(json.dumps({"ranks": ranks}))
+    put_summary(tmp_path, ranks=ranks)
     shown = list(_notes(read_run_folder(tmp_path), SimpleNamespace(notes=())))  # type: ignore[arg-type]
     assert shown == ([] if ranks == 3 else ["kept"])

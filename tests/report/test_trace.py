@@ -16,7 +16,7 @@ NODES = {2: ("n2", 5000.0)}  # whose clock began long before
 
 
 def check_format(events):
-    """What viewers ask of events: their fields, and slices of a thread one behind another."""
+    """Check what viewers ask of events: fields, and slices of a thread one behind another."""
     ends = defaultdict(int)
     for event in events:
         assert {"ph", "pid", "name"} <= event.keys(), event

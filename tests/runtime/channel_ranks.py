@@ -50,7 +50,7 @@ def received(channel: P2PChannel, number: int) -> float:
 
 
 def exchanged(rank: int, times: int) -> Any:
-    """What each boundary's other side gave, over the hosts' connections."""
+    """Return what each boundary's other side gave, over the hosts' connections."""
     stages = dist.get_world_size()
     world, hosts = dist.group.WORLD, plain_stages.lone_pipeline(stages)
     maker = links._Maker(world, hosts, timedelta(seconds=10), wraps=True)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def random_orders(rank: int, seeds: Sequence[int], vary: bool) -> Any:
 
 
 def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict[str, Any]:
-    """What each kind of exchange gives this rank."""
+    """Return what each kind of exchange gives this rank."""
     with (
         patch.object(collectives, "FAN_IN", fan_in),
         patch.object(collectives, "HostGroup", side_effect=HostGroup) as groups,
@@ -170,7 +170,7 @@ def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict
 
 
 def come_late(rank: int, late_s: float) -> list[int]:
-    """What the first of two ranks gathers, whose other comes when it would have given up."""
+    """Return what the first of two ranks gathers; the other comes when it would have given up."""
     if rank > 1:
         return []
     with patch.object(collectives, "_CONNECT", timedelta(seconds=0.05)):
@@ -190,7 +190,7 @@ def one_cannot_come(rank: int, timeout_s: float) -> list[bool]:
 
 
 def lengths(rank: int, sizes: Sequence[int]) -> list[bool]:
-    """Whether values of these lengths come as they were: from the planner, all and a neighbour.
+    """Return True if values of these lengths arrive unchanged: from planner, all and a neighbour.
 
     Also where the script has another default device, as by `torch.set_default_device("cuda")`.
     """

@@ -57,7 +57,7 @@ class FakeMemory:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a stage holds, in bytes.
+    """Memory that a stage holds, in bytes.
 
     Args:
         weights: and all else that is always there.
@@ -192,7 +192,7 @@ class FakeStage:
 def run_units(
     work: object, units: tuple[Unit, ...], memory: JobMemory, *, watched: bool = True
 ) -> None:
-    """What the interpreter does with a stage's work, without messages."""
+    """Do what the interpreter does with a stage's work, without messages."""
     unit_ended = memory.watch() if watched else None
     begins_whole = False
     for unit in units:

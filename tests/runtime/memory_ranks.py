@@ -47,7 +47,7 @@ class HoldingWork(PlainWork):
 
 @dataclass
 class Told:
-    """What a rank came to."""
+    """Results of a rank."""
 
     said: list[str] = field(default_factory=list)
     phase: str = ""

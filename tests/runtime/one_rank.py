@@ -34,7 +34,7 @@ def profile_of(stages: int = STAGES, clocks: Sequence[int] = CLOCKS[:2]) -> Any:
 
 
 def finish(going: Any) -> Any:
-    """What a phase returns that runs no iteration."""
+    """Return what a phase does that runs no iteration."""
     with pytest.raises(StopIteration) as ended:
         next(going)
     return ended.value.value
@@ -42,7 +42,7 @@ def finish(going: Any) -> Any:
 
 @dataclass(frozen=True)
 class Known:
-    """What a stage's memory was measured to be."""
+    """Return what a stage's memory was measured to be."""
 
     activation_bytes: float
     free_bytes: float

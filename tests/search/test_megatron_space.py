@@ -35,7 +35,7 @@ def _least_s(megatron: MegatronSpace, shape: Shape) -> float:
 
 
 def _forced_s(candidate: Candidate) -> list[float]:
-    """What each stage of 1F1B forces; the ways through other stages have nothing recomputed."""
+    """Return what each stage of 1F1B forces; ways through other stages recompute nothing."""
     works = candidate.works
     count, stages = candidate.configuration.num_microbatches, len(works)
     forward_s = [work.forward_s[0, 0] for work in works]

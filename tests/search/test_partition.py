@@ -104,7 +104,7 @@ def jobs(draw, max_layers=6, max_stages=4, max_microbatches=6):
 
 
 def forced_time(space, cut):
-    """What the stages of a cut force."""
+    """Return what the stages of a cut force."""
     forced = zip(space.cuts.runs, space.cuts.forced_s, pairwise(cut), strict=True)
     return max(float(force[runs.place(*run)]) for runs, force, run in forced)
 

@@ -90,7 +90,7 @@ def computed(ended):
 
 @pytest.fixture(scope="module")
 def alone(train):
-    """What twelve steps without EnvPipe come to."""
+    """Return what twelve steps without EnvPipe come to."""
     found = computed(train(12, 0.002))
     assert [len(of_rank) for of_rank in found] == [13] * STAGES
     return found

@@ -95,7 +95,7 @@ def proofs(fake_nvml_library, tmp_path_factory):
 
 
 def kill_something(proofs, draw):
-    """What was killed, and by what."""
+    """Kill a process of a proof; return which, and by what."""
     found, hard = processes_of(proofs.output), signal.SIGKILL
     ranks = [pid for pid, rank in found.items() if rank is not None]
     launcher, command = [pid for pid, rank in found.items() if rank is None], [proofs.command.pid]

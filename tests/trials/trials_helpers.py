@@ -79,7 +79,7 @@ def wait_until(condition, timeout_s, what):
 
 
 def turn(arm, number=0, time_s=0.5, energy_j=50.0, **changes):
-    """What a rank reports of a turn on two GPUs."""
+    """Return what a rank reports of a turn on two GPUs."""
     stage = {
         "weights_sha256": "a", "clocks": {"error": None, "followed": None, "changes": 1},
         "executed": ["F0", "B0"], "temperature_c": [40, 50],

@@ -136,7 +136,7 @@ class Job:
         self.wishes = read_power_budget(budget)
 
     def bill(self) -> list[str]:
-        """What the bill says."""
+        """Return what the bill says."""
         return self._billed.splitlines()
 
     def _window(self, clock_mhz: int, iterations: int) -> Window:

@@ -22,7 +22,7 @@ from envpipe_megatron.tuning.sweep import no_bubble_threshold_s, reconfigured
 
 
 def window_of(*stages: tuple[Any, Any]) -> Window:
-    """What stages measured: of each, waits [replicas, iterations, units], and times of units."""
+    """Return what stages measured: waits [replicas, iterations, units], and times of units."""
     return Window(
         tuple(
             Report(

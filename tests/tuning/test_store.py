@@ -118,7 +118,7 @@ def ran(store: Store, order: Schedule, clock: int, longer: float = 1.0) -> None:
 
 
 def backwards(store: Store) -> list[float]:
-    """What a whole one and both parts take, as multiples of a forward, at both clocks."""
+    """Return the times of a whole one and both parts, in forwards, at both clocks."""
     forward, *others = store.time_s[:, -1]
     assert store.time_s[:, 0] == pytest.approx(store.time_s[:, -1] * TOP_MHZ / 990, rel=0.01)
     return [other / forward for other in others]

@@ -139,15 +139,14 @@ def _report(directory: Path, found: Checkout, answers: tuple[Answer, ...]) -> No
     _list_forked(found)
     if file := patch_file(found.patch):
         say(f"The patch, for `git apply` too: {file}")
-    if found.superseded:
+    else:
         say(
             "The patch in it is another than the one of this version of envpipe. "
             "`envpipe patch revert` and `apply` bring it up to date.",
         )
     shown = {""}
     for answer in answers:
-        hook = f"{answer.hook.module}.{answer.hook.attribute}"
-        say(f"{answer.outcome}: {hook}: {answer.detail}")
+        say(f"{answer.outcome}: {answer.hook}: {answer.detail}")
         if answer.remedy not in shown:
             shown.add(answer.remedy)
             say(f"  {answer.remedy}")

@@ -217,9 +217,9 @@ def show(wanted: tuple[str, ...], all_clocks: bool, as_json: bool) -> None:
 
 def _clocks_now(listed: Device, gpu: Gpu, mark: dict[str, Any] | None) -> dict[str, Any]:
     """Return a GPU of docs/schemas/clocks.json. Raises GpuError if it cannot be read."""
-    state = asdict(gpu.clock_state())
     named = {"index": listed.index, "uid": listed.uid, "name": gpu.name}
-    return {**named, **state, "power_w": gpu.power_w, "slowed_by": mark}
+    clock, limit_w = asdict(gpu.clock_state()), gpu.power_state().power_limit_w
+    return {**named, **clock, "power_limit_w": limit_w, "power_w": gpu.power_w, "slowed_by": mark}
 
 
 def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:

@@ -236,15 +236,11 @@ class NvmlGpu(VendorGpu):
         )
 
     def clock_state(self) -> ClockState:
-        """Return the clock, throttle reasons and power limit; three calls, so some ms.
-
-        Where a GPU does not report limit or reasons, they stay empty.
-        """
+        """Return the clock, and reasons where the GPU reports them; two calls, so some ms."""
         return ClockState(
             None,
             self._call("read the clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
             self._throttle_reasons(),
-            self._power_limit_w(pynvml.nvmlDeviceGetEnforcedPowerLimit),
         )
 
     def power_state(self) -> PowerState:

@@ -25,7 +25,6 @@ from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import read_settings
 from envpipe_megatron.integrations.torch_pipelining.orders import (
-    AttachError,
     Runner,
     facts_of,
     group_size,
@@ -49,7 +48,8 @@ class AttachedPipeline(LeveledJob):
 
     Every rank of the job makes one at the same point of the program, replicas and the other ranks
     of a stage too, before the schedule's first step, and calls its methods at the same points.
-    Where a GPU cannot be read, the schedule stays torch's. A step lasts from one call of the
+    Where a GPU cannot be read, or while another job of this process has not ended, the schedule
+    stays as it is. A step lasts from one call of the
     schedule's `step` to the next one: what lies between, such as the optimizer, is billed to the
     step before.
 
@@ -80,12 +80,6 @@ class AttachedPipeline(LeveledJob):
     ) -> None:
         self._schedule = schedule
         self._stages = stages_trained_by(schedule)
-        if isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline):
-            raise AttachError(
-                "EnvPipe is attached to this schedule already",
-                value=type(schedule).__name__,
-                remedy="Call end_training of what the first attach returned.",
-            )
         for stage in self._stages:
             check_current(torch.device(stage.device))
         group = self._stages[0].group or dist.GroupMember.WORLD

@@ -177,7 +177,9 @@ class Uplink:
 
     def knows_all(self) -> bool:
         """Return whether the collector has the whole log."""
-        return self._task is not None and self.known_bytes >= self._log.size
+        with contextlib.suppress(OSError):  # another host of its NFS deleted it
+            return self._task is not None and self.known_bytes >= self._log.size
+        return False
 
     def why_unknown(self) -> str:
         """Return why the collector does not have the whole log; empty if it has."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -42,6 +44,8 @@ _OF_LEDGER = ("gpu", "gpu_uid", "rank", "stage")
 _GPU = (*_NODE, *_OF_LEDGER)
 #: Of a mark what names who slows a GPU and between which clocks, as labels.
 _SLOWED = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "created")
+#: For the answers of all GPUs' drivers.
+_DRIVERS_S = 1.0
 _ABOUT = ("model", "level", "type", "scheduling", "reconfigure")
 
 #: Of each family its help and its labels; one whose name ends in `_total` is a counter.
@@ -122,14 +126,21 @@ class _NodeMetrics(Collector):
         self._agent = agent
         self._job_name = job_name
         self._tariff = tariff
+        self._scraping = threading.Lock()
+        #: What asked each GPU's driver last; one that hangs keeps it.
+        self._asking: dict[GpuLedger, threading.Thread] = {}
 
     def collect(self) -> Iterator[Metric]:
         """Yield the figures of every GPU that ranks have used, of the node and of the job."""
         found = _Families()
         node, gpus = (self._job_name, self._agent.log.node), dict[str, list[str]]()
-        for ledger in self._agent.gpus.ledgers():
+        ledgers = self._agent.gpus.ledgers()
+        now = self._ask(ledgers)
+        for ledger in ledgers:
             gpu = [getattr(ledger.of_gpu, name) for name in _OF_LEDGER]
             self._add_gpu(found, ledger, *node, *gpu)
+            for name, value in now.get(ledger, {}).items():
+                found.add(name, value, *node, *gpu)
             gpus[ledger.of_gpu.gpu_uid] = gpu
         with contextlib.suppress(GpuError, OSError):  # a folder of leases that cannot be read
             for lease in list_leases():
@@ -140,6 +151,30 @@ class _NodeMetrics(Collector):
         if (bill := self._agent.bill) is not None:
             self._add_job(found, bill.snapshot())
         yield from found.values()
+
+    def _ask(self, ledgers: Iterable[GpuLedger]) -> dict[GpuLedger, dict[str, float | None]]:
+        """Return the figures of each GPU that its driver gives in time, by family."""
+        found = dict[GpuLedger, dict[str, float | None]]()
+
+        def ask(ledger: GpuLedger) -> None:
+            now = found[ledger] = {}
+            with contextlib.suppress(Exception):  # a GPU that was lost has no figures now
+                now["gpu_power_watts"] = ledger.gpu.power_w
+                clock = ledger.clock()
+                now["gpu_sm_clock_hertz"] = clock.observed_mhz * 1e6
+                if clock.requested_mhz is not None:
+                    now["gpu_sm_clock_requested_hertz"] = clock.requested_mhz * 1e6
+                now["gpu_power_limit_watts"] = ledger.gpu.power_state().power_limit_w
+
+        asking, until_s = self._asking, time.monotonic() + _DRIVERS_S
+        with self._scraping, contextlib.suppress(RuntimeError):  # no thread can be started
+            free = [each for each in ledgers if not (each in asking and asking[each].is_alive())]
+            for ledger in free:
+                asking[ledger] = threading.Thread(target=ask, args=(ledger,), daemon=True)
+                asking[ledger].start()
+            for ledger in free:
+                asking[ledger].join(max(0.0, until_s - time.monotonic()))
+        return {ledger: now.copy() for ledger, now in found.copy().items()}
 
     def _add_gpu(self, found: _Families, ledger: GpuLedger, *gpu: object) -> None:
         found.add("gpu_energy_joules_total", ledger.energy_j, *gpu)
@@ -152,15 +187,6 @@ class _NodeMetrics(Collector):
             if last.steps:
                 found.add("gpu_iteration_seconds", last.duration_s / last.steps, *gpu)
                 found.add("gpu_iteration_joules", last.energy_j / last.steps, *gpu)
-        try:
-            found.add("gpu_power_watts", ledger.gpu.power_w, *gpu)
-            clock = ledger.clock()
-        except GpuError:
-            return  # a GPU that was lost has no figures now
-        found.add("gpu_power_limit_watts", clock.power_limit_w, *gpu)
-        found.add("gpu_sm_clock_hertz", clock.observed_mhz * 1e6, *gpu)
-        if clock.requested_mhz is not None:
-            found.add("gpu_sm_clock_requested_hertz", clock.requested_mhz * 1e6, *gpu)
 
     def _add_job(self, found: _Families, bill: Bill) -> None:
         add, job = found.add, self._job_name

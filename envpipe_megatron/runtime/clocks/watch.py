@@ -172,7 +172,7 @@ class ClockWatch:
         with self._lock:
             self._reasons.update(state.throttle_reasons)
             if judged:
-                self._judged[replace(state, power_limit_w=None)] += 1
+                self._judged[state] += 1
                 self._above = self._above + 1 if _excess_mhz(state) > TOLERANCE_MHZ else 0
 
     def _see_power(self, time_s: float, state: PowerState) -> None:

@@ -259,10 +259,12 @@ class EnergyMeter:
         return None
 
     def _run(self) -> None:
-        while not self._closing.wait(_TAKE_S if self._reader else self._poll_s):
+        while not self._closing.wait(0 if (reader := self._reader) else self._poll_s):
+            if reader is not None:
+                reader.wait_for_end(_TAKE_S)  # not missed for that long
             with self._seen():
                 reads = self._reader is None
-            if reads:
+            if reads and not self._closing.is_set():
                 self._try_sample()
 
     def _try_sample(self) -> None:

@@ -21,7 +21,7 @@ from typing import IO, Any
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import is_of_this_job, lock_file
+from envpipe_megatron.files import boot_id, is_of_this_job, lock_file
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.job_file import JobKeys, StoredJob, read_job
 from envpipe_megatron.formats.steps import BaselineEnergy
@@ -59,7 +59,7 @@ def job_keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) 
             "envpipe_clocks_mhz": [max(clocks), min(clocks)],
             "envpipe_num_clocks": len(clocks),
             "envpipe_clock_backend": gpu.address.backend,
-            "envpipe_power_limit_w": _if_known(lambda: gpu.clock_state().power_limit_w),
+            "envpipe_power_limit_w": _if_known(lambda: gpu.power_state().power_limit_w),
             "envpipe_power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
         },
         "steps": {
@@ -117,9 +117,13 @@ class JobFolder:
             own = self.path and os.path.realpath(self.path)
             self._given = {file.name for file in given if os.path.realpath(file.parent) == own}
         self.node = socket.gethostname()
-        alike = collectives.on_all(self.node == collectives.from_planner(self.node))
+        here = {(self.node, boot_id())}
+        nodes = here.union(*collectives.by_stage(here, lambda found: here.union(*found)))
+        # Cloned images, and containers, may have one name on several nodes.
+        if [name for name, _ in nodes].count(self.node) > 1:
+            self.node = f"{self.node}-{boot_id()[:8]}"
         # Ranks of one node may append to one file; nodes that do lose each other's lines on NFS.
-        self._of_node = "" if alike else "-" + re.sub(r"[^\w.-]", "_", self.node)
+        self._of_node = "" if len(nodes) == 1 else "-" + re.sub(r"[^\w.-]", "_", self.node)
         #: What an earlier start left that still holds, the same on every rank.
         self.found = StoredJob()
         #: When this start began; empty if no later start can continue it.

@@ -170,7 +170,7 @@ class Turns(entry.Turns):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What a job's parts are called for, while they can be replaced."""
+    """Return what a job's parts are called for, while they can be replaced."""
     made = []
 
     def say(name):
@@ -253,7 +253,7 @@ PARTS_S = UNITS_S[:, [0, 1, 1]] * (1.0, 0.6, 0.45)
 
 
 def _recorded(schedule, factor):
-    """What the ranks of a pipeline report of three iterations, each later and slower."""
+    """Return what ranks of a pipeline report of three iterations, each later and slower."""
     kind = schedule.places // schedule.num_microbatches
     unit_s = np.take_along_axis(PARTS_S if schedule.split else UNITS_S, kind, axis=1) * factor
     made = [Timeline(schedule, slower * unit_s, HOPS_S) for slower in (0.9, 1.0, 1.7)]

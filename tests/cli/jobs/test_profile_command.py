@@ -94,7 +94,7 @@ signal.pause()
     )
     rank = int(told.read_text())  # it is there once the rank trains
     process.terminate()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 1
     assert b"failed" in output
     with pytest.raises(ProcessLookupError):

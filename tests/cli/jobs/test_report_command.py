@@ -36,7 +36,7 @@ def labels(stage, **more):
 
 
 def write_run(folder, *, begin_s=100.0, **more):
-    """What a job of two ranks leaves that is killed in its steady phase: logs alone."""
+    """Return what a job of two ranks leaves that is killed in its steady phase: logs only."""
     schedule = builders.one_f_one_b(STAGES, MICROBATCHES)
     timeline = Timeline(schedule, np.where(schedule.is_backward, 0.2, 0.1))
     length_s = timeline.iteration_time_s
@@ -127,7 +127,7 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """What was shown of a job that was killed while it wrote, and the report of it."""
+    """Return what was shown of a job that was killed while it wrote, and its report."""
     folder = write_run(tmp_path_factory.mktemp("killed"))
     with (folder / "timeline.jsonl").open("a") as file:
         file.write('{"format": "envpipe-timeline/1", "ra')

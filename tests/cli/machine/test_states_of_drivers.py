@@ -24,7 +24,7 @@ POWER_BRAKE = (
 
 @dataclass(frozen=True)
 class State:
-    """What is wrong with GPU 1 of four, and what comes of it.
+    """A fault of GPU 1 of four, and what comes of it.
 
     Args:
         doctor: the checks that are a no beside a healthy machine's, and a part of what they say.

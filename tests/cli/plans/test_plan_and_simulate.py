@@ -68,7 +68,7 @@ def test_blocking_power_comes_from_the_sidecar_at_its_highest_clock(profile_path
 
 def envpipe(*arguments):
     command = [sys.executable, "-m", "envpipe_megatron.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ)
 
 
 def test_without_any_blocking_power_it_is_0_and_standard_error_warns(profile_path, tmp_path):

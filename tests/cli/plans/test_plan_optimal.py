@@ -16,7 +16,7 @@ OPTIMAL = ("--policy", "optimal")
 
 
 def plan_of(profile, output, *options, **job):
-    """What stands in the file, and what was printed."""
+    """Return what the file has, and what was printed."""
     result = plan_for(profile, output, *OPTIMAL, *options, **job)
     return json.loads(output.read_text()), result.stdout
 

@@ -172,7 +172,7 @@ def waits_for_ever(script, tmp_path, ignores_sigterm):
 
 
 def is_gone(pid):
-    """Whether a process has ended; a zombie, which its parent has not yet asked for, has."""
+    """Return True if a process has ended, also as a zombie that its parent has not asked for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:

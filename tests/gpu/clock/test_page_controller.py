@@ -50,7 +50,7 @@ def ask(page, *clocks_mhz, ended=True):
 
 
 def served(page):
-    """What the controller says of itself when all so far is served."""
+    """Return what the controller says of itself when all so far is served."""
     number = page.ask(0)
     look_until(lambda: page.is_answered(number))
     return json.loads(page.summary)

@@ -199,7 +199,7 @@ def test_stale_leases_are_looked_for_and_each_failure_is_said_once(gpu, folder, 
 
 @pytest.mark.parametrize("namespace", [None, 1])
 def test_a_lease_lives_as_long_as_it_is_locked(gpu, namespace):
-    """Whether its guard can be seen from here or not."""
+    """Test it with a guard that can be seen from here, and one that cannot."""
     lease = take(gpu.address)
     if namespace:
         document = json.loads(lease.path.read_text())

@@ -286,4 +286,4 @@ class Boxes:
 
 
 def _nothing(*args: object, **named: object) -> None:
-    """What stands in for parts that have no say here."""
+    """Stands in for parts that have no say here."""

@@ -23,7 +23,7 @@ from host_executor import make_record
 
 @dataclass
 class Conditions:
-    """What is the matter with one GPU in an iteration, by kind where it says so.
+    """Faults of one GPU in an iteration, by kind where it says so.
 
     `slower` multiplies times of units, those of both parts of a backward as of whole ones,
     `hungrier` their power; no clock above `limit_mhz` is reached; a counter that is `silent` does
@@ -43,7 +43,7 @@ class Conditions:
     def unit_time_s(
         self, preset: GpuPreset, kind: Kind, clock_mhz: float, at_max_s: float
     ) -> float:
-        """What a unit takes at a clock that is asked for."""
+        """Return the time of a unit at a clock that is asked for."""
         work_s = at_max_s * self.times_longer(kind)
         return preset.unit_time_s(kind.value, self.reached_mhz(clock_mhz), work_s)
 
@@ -52,7 +52,7 @@ class Conditions:
         return self.slower.get(Kind.BACKWARD if kind in SPLIT[1:] else kind, 1.0)
 
     def busy_power_w(self, preset: GpuPreset, kind: Kind, clock_mhz: float) -> float:
-        """What it draws meanwhile."""
+        """Return the power that it draws meanwhile."""
         return self.hungrier * preset.busy_power_w(kind.value, self.reached_mhz(clock_mhz))
 
     def reached_mhz(self, clock_mhz: float) -> float:
@@ -162,7 +162,7 @@ class VirtualMeter(EnergyMeter):
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration took.
+    """Time and energy of one iteration.
 
     Attributes:
         phase: what it was for.

@@ -46,7 +46,7 @@ class Ran:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the bill says in the end."""
+        """Return what the bill says in the end."""
         return self.state.notes
 
     @property
@@ -141,7 +141,7 @@ def run_job(
 def exact_profile(
     preset: GpuPreset, forward_s: Sequence[float], now: Mapping[int, Conditions]
 ) -> Profile:
-    """What a sweep without errors would measure, under what is the matter with stages."""
+    """Return what a sweep without errors would measure, under faults of stages."""
     clocks = sweep_range(preset.supported_frequencies_mhz, override_for(preset.gpu))
     rows = []
     for stage, unit_s in enumerate(forward_s):
@@ -209,7 +209,7 @@ def restarts(kind: str, first: int, after: int) -> tuple[int, ...]:
 
 
 def scripted(kind: str, first: int, after: int, stages: int, replicas: int = 1) -> Faults:
-    """What is the matter from one iteration to another; a key of `FAULTS`."""
+    """Return faults from one iteration to another; `kind` is a key of `FAULTS`."""
     everywhere = [(replica, stage) for replica in range(replicas) for stage in range(stages)]
 
     def faults(iteration: int) -> dict[tuple[int, int], Conditions]:

@@ -191,7 +191,7 @@ class FakeNvml:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What another process needs in its environment to see this node."""
+        """Return what another process needs in its environment to see this node."""
         folders = [str(self._library.parent), os.environ.get("LD_LIBRARY_PATH", "")]
         return {
             FOLDER_VARIABLE: str(self.folder),

@@ -78,7 +78,7 @@ def until(condition: Callable[[], object], what: str, every_s: float = 0.002) ->
 
 @dataclass
 class Outcome:
-    """What a round found: clocks locked and leases left at its end, and how long resets took."""
+    """Findings of a round: clocks locked and leases left at its end, and how long resets took."""
 
     locked: int = 0
     leases: int = 0

@@ -27,7 +27,7 @@ class PlainReader(Gpu):
         return Device("nvml", 3, self.address.uid, self.name, self.pci_bus_id, "")
 
     def clock_state(self):
-        return ClockState(None, 1395, ("power cap",), 400.0)
+        return ClockState(None, 1395, ("power cap",))
 
     def read_energy(self):
         return EnergyReading(12.5, 3.0)
@@ -41,4 +41,4 @@ def assert_reads_through(gpu):
     assert gpu.supported_frequencies_mhz == CLOCKS_MHZ
     assert (gpu.power_w, gpu.time_s()) == (250.0, 4.0)
     assert gpu.read_energy() == EnergyReading(12.5, 3.0)
-    assert gpu.clock_state() == ClockState(None, 1395, ("power cap",), 400.0)
+    assert gpu.clock_state() == ClockState(None, 1395, ("power cap",))

@@ -103,11 +103,11 @@ class FakeDevice:
         """As `Device`'s; here no thread looks by itself."""
 
     def idle(self) -> bool:
-        """Whether all has been done."""
+        """Return True if all has been done."""
         return not any(queue.work for queue in self._queues)
 
     def units_done(self) -> bool:
-        """Whether all units that were enqueued have been run."""
+        """Return True if all units that were enqueued have been run."""
         return self._units.done == self._units.enqueued
 
     def synchronize(self) -> None:
@@ -203,7 +203,7 @@ class _Queue:
 
 @dataclass(frozen=True)
 class DeviceSpec(TensorSpec):
-    """What a message carries, whose tensors lie in the memory of the rank whose turn it is."""
+    """The contents of a message; its tensors lie in the memory of the rank whose turn it is."""
 
     devices: tuple[FakeDevice, ...] = ()
 

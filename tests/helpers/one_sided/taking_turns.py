@@ -30,7 +30,7 @@ class Actor(Protocol):
     """Does what others have asked for, whoever has the turn."""
 
     def ready(self) -> bool:
-        """Whether it can do something."""
+        """Return True if it can do something."""
 
     def step(self) -> None:
         """Do it."""

@@ -138,7 +138,7 @@ def _plus_one(state: _State, place: int) -> _State:
 
 
 def out_of_turn(schedule: Schedule) -> bool:
-    """Whether a stage takes messages of a kind in another order than they are sent."""
+    """Return True if a stage takes messages of a kind in another order than they are sent."""
     for stage, units in enumerate(schedule.stages):
         sent = inputs_of(schedule, stage)
         taken = [unit for unit in units if unit in sent]

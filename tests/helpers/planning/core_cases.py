@@ -34,7 +34,7 @@ def way_of(num_stages, num_chunks, placement):
 
 
 def needs(num_stages, num_chunks, stage, unit, placement="looped"):
-    """What must be done before a unit, as (stage, unit), by the definition of pipelining."""
+    """Return what must be done before a unit, as (stage, unit), by the definition of pipelining."""
     kind, m, c = unit.kind, unit.microbatch, unit.chunk
     if kind is W:
         return [(stage, Unit(I, m, c))]

@@ -30,7 +30,7 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 
 @dataclass(frozen=True)
 class Job:
-    """What a planner is given beside the order."""
+    """The inputs of a planner beside the order."""
 
     profile: Profile
     num_microbatches: int

@@ -29,7 +29,6 @@ from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
 from envpipe_megatron.integrations.job import open_job
 from envpipe_megatron.integrations.torch_pipelining import attach, orders, units
-from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 from envpipe_megatron.runtime.execution.stage_run import constant_order
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.session import Session
@@ -263,26 +262,29 @@ def step_of_ones(schedule: Any, case: Case, rank: int) -> None:
     schedule.step(*inputs, target=target)
 
 
-def attach_again(rank: int, case: Case, root: Path) -> tuple[str, str, list[str]]:
-    """What is said of facts without names, and of a second attach; the levels of those behind."""
+def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str], list[str]]:
+    """What is said of facts without names, and of others while one is attached; levels of those."""
     emulate(rank, case, root)
     schedule, _ = make(case, rank, dist.get_world_size())
-    facts, refused, levels = "", "", []
+    another, _ = make(case, rank, dist.get_world_size())
+    facts, said, levels = "", list[str](), []
     try:
         attach(schedule, facts=["GPT", 24])  # type: ignore[arg-type]
     except EnvPipeError as error:
         facts = str(error)
     for _ in range(2):
         pipeline = attach(schedule, say=lambda text: None)
-        try:
-            attach(schedule)
-        except AttachError as error:
-            refused = str(error)
+        steps = schedule.step, another.step
+        others = [attach(each, say=said.append) for each in (schedule, another)]
+        assert (schedule.step, another.step) == steps
         for _ in range(2):
             step_of_ones(schedule, case, rank)
+            step_of_ones(another, case, rank)
         levels.append(str(pipeline.level))
-        pipeline.end_training()
-    return facts, refused, levels
+        assert pipeline.phase != "framework" == others[0].phase
+        for each in (*others, pipeline):
+            each.end_training()
+    return facts, said, levels
 
 
 def wrap_behind_attach(rank: int, case: Case, root: Path) -> Sequence[str]:

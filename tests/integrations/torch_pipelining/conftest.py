@@ -24,7 +24,7 @@ def two_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture
 def trained(pool: RankPool, tmp_path: Path) -> Callable[..., Runs]:
-    """What a case comes to by torch alone, and with EnvPipe attached."""
+    """Return what a case comes to by torch only, and with EnvPipe attached."""
 
     def run(case: Case, preset: str | None = None, ranks: RankPool = pool) -> Runs:
         few = write_changed_preset(tmp_path / "few.toml", FEW_CLOCKS)

@@ -32,7 +32,7 @@ class Config:
 
 
 class Trainer:
-    """What the hooks need of torchtitan's."""
+    """Stands in for what the hooks need of torchtitan's."""
 
     def __init__(self, folder, fails=False, schedule="schedule"):
         self.job_config = Config(SimpleNamespace(dump_folder=str(folder)))
@@ -59,7 +59,7 @@ class Trainer:
 
 
 class Pipeline:
-    """What `attach` returns, which tells the trainer what it is asked for."""
+    """Stands in for what `attach` returns; tells the trainer what it is asked for."""
 
     def __init__(self, told):
         report = SimpleNamespace(line=lambda: " energy |", scalars=lambda: {"envpipe": 2})

@@ -18,7 +18,7 @@ from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill import Tariff, bill_facts
 
 #: For what should take no time at all.
-LONG_S = 20.0
+LONG_S = 120.0
 #: For what must not come, and for what is refused after a time.
 SHORT_S = 0.1
 

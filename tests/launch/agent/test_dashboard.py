@@ -20,6 +20,8 @@ import pytest
 from agent_ranks import LONG_S, Nodes, Rank
 from free_port import free_port
 
+from envpipe_megatron.gpu.base import PowerState
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
@@ -133,7 +135,8 @@ def job(tmp_path_factory) -> Iterator[tuple[Prometheus, list[NodeAgent]]]:
     from contextlib import ExitStack
     from tempfile import TemporaryDirectory
 
-    with ExitStack() as last:
+    with ExitStack() as last, pytest.MonkeyPatch.context() as limited:
+        limited.setattr(EmulatedGpu, "power_state", lambda gpu: PowerState((), (), 400.0))
         folder = Path(last.enter_context(TemporaryDirectory(prefix="agent-", dir="/tmp")))
         nodes = Nodes(folder, last)
         agents = [nodes.agent(f"n{number}") for number in range(2)]
@@ -177,12 +180,12 @@ BASELINE = {
 
 def _train(rank: Rank, iteration: int) -> None:
     rank.train(iteration, baseline=BASELINE)
-    seen = {"requested_mhz": 1200, "observed_mhz": 1185, "power_limit_w": 400.0}
+    seen = {"requested_mhz": 1200, "observed_mhz": 1185}
     send(rank.connection, {"op": "clock", "throttle_reasons": ["power cap"], **seen})
 
 
 def _scraped(prometheus: Prometheus) -> bool:
-    """Whether both nodes were, for as long as rates look back."""
+    """Return True if both nodes were, for as long as rates look back."""
     try:
         return len(prometheus.values("count_over_time(envpipe_job_tokens_total[3s]) > 11")) == 1
     except (urllib.error.URLError, ConnectionError):

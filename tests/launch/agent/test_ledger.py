@@ -106,7 +106,7 @@ def test_looks_at_the_clock_add_up_to_times_in_which_it_was_held_back(bills, mon
     monkeypatch.setattr(ledger_module.time, "monotonic", lambda: now_s)
     own = bills.ledger.clock()
     assert own == bills.gpu.clock_state()
-    state = {"requested_mhz": 1200, "observed_mhz": 1100, "power_limit_w": None}
+    state = {"requested_mhz": 1200, "observed_mhz": 1100}
     for seconds, *reasons in [(0, "power cap"), (0.5, "power cap", "sync boost"), (0.5, "idle"),
                               (60, "power cap"), (0.5,)]:  # fmt: skip
         now_s += seconds

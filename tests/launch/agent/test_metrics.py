@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from energy_lines import job, parsed, window
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, look_until
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,12 +24,13 @@ from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.registry import open_gpu
+from envpipe_megatron.launch.agent import prometheus
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics, with_control
 from envpipe_megatron.launch.bill import Tariff
 from envpipe_megatron.launch.node import NodeSettings
 
-LONG_S = 20.0
+LONG_S = 120.0
 
 
 class PoweredGpu(FakeGpu):
@@ -39,6 +40,7 @@ class PoweredGpu(FakeGpu):
 
     @property
     def power_w(self) -> float:
+        assert self.driver.wait(LONG_S)
         if self.lost:
             raise GpuError("GPU is lost")
         return 250.0
@@ -189,6 +191,20 @@ def test_a_gpu_that_cannot_be_read_takes_no_others_figures_away(node):
     assert set(values(families["envpipe_gpu_energy_joules"])) == {"0", "1", "2"}
     gpus[1].lost = False
     assert set(values(node.scrape(port)["envpipe_gpu_power_watts"])) == {"0", "1", "2"}
+
+
+def test_a_driver_that_hangs_takes_no_other_figures_away_and_is_asked_once(node, monkeypatch):
+    gpus = [node.add_gpu(rank) for rank in range(2)]
+    port, _ = node.serve()
+    gpus[1].driver.clear()
+    monkeypatch.setattr(prometheus, "_DRIVERS_S", 0.01)
+    node.scrape(port)  # asks, and does not wait for long
+    monkeypatch.setattr(prometheus, "_DRIVERS_S", LONG_S)
+    families = node.scrape(port)
+    assert set(values(families["envpipe_gpu_power_watts"])) == {"0"}
+    assert set(values(families["envpipe_gpu_energy_joules"])) == {"0", "1"}
+    gpus[1].driver.set()
+    look_until(lambda: len(values(node.scrape(port)["envpipe_gpu_power_watts"])) == 2)
 
 
 def test_figures_are_told_to_this_machine_alone_unless_asked_for(node):

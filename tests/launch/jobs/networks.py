@@ -35,7 +35,7 @@ class Host:
 
     @property
     def inside(self) -> list[str]:
-        """What runs its arguments here."""
+        """Return the command that runs its arguments here."""
         return ["ip", "netns", "exec", self.namespace]
 
     @property

@@ -44,7 +44,7 @@ def start_quickstart(job: Job, num_stages: int, per_node: int) -> Settings:
 
 
 def results(job: Job) -> dict[str, dict[str, Any]]:
-    """What rank 0 told of each run."""
+    """Return what rank 0 said of each run."""
     found = {}
     for line in "\n".join(node.said for node in job.nodes).splitlines():
         if line.startswith(EVENT_MARK):

@@ -96,7 +96,7 @@ class Node:
         return [EmulatedGpu.open(root, index) for index in list_emulated(root)]
 
     def counted_j(self) -> float:
-        """What the counters of all GPUs have counted since `add_gpus`."""
+        """Return what the counters of all GPUs have counted since `add_gpus`."""
         return math.fsum(
             gpu.read_energy().energy_j - self._before_j.get(gpu.index, 0.0) for gpu in self.gpus
         )
@@ -112,7 +112,7 @@ class Node:
 
     @property
     def bill(self) -> dict[str, Any]:
-        """What it wrote as the node of rank 0."""
+        """Return what it wrote as the node of rank 0."""
         return json.loads((self.output / "bill.json").read_text())
 
     def start(
@@ -178,7 +178,7 @@ class Node:
 
     @property
     def said(self) -> str:
-        """What it printed."""
+        """Return what it printed."""
         return (self.folder / "log.txt").read_text(errors="replace")
 
     def left(self) -> list[str]:
@@ -279,7 +279,7 @@ class Job:
         return self.trained(rank)[-1]["pid"]
 
     def trained(self, rank: int) -> list[Event]:
-        """What a rank has trained, one entry an iteration."""
+        """Return what a rank has trained, one entry an iteration."""
         lines = (self.folder / f"iterations-{rank}").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
@@ -310,7 +310,7 @@ class Job:
                     raise AssertionError(f"these still run:\n{commands}\n{self.said()}")
 
     def said(self) -> str:
-        """What all nodes printed."""
+        """Return what all nodes printed."""
         return "\n".join(
             f"----- {node.name}\n{node.said}" for node in self.nodes if node.process is not None
         )
@@ -348,7 +348,7 @@ def new_job() -> Iterator[Job]:
 
 
 def summed(*logs: Path) -> dict[str, Any]:
-    """What `envpipe energy sum` says of energy logs."""
+    """Return what `envpipe energy sum` says of energy logs."""
     return json.loads(run_well("energy", "sum", "--json", *logs).stdout)
 
 

@@ -21,7 +21,7 @@ OWN = [name for option in launch.params for name in option.opts]
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch, tmp_path):
-    """What would have been run, in a folder with a script train.py; nothing is."""
+    """Return what would have been run, in a folder with a script train.py; nothing is."""
     calls = []
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)

@@ -30,7 +30,7 @@ TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
 
 
 def here(*words, gpus=0, port=None, **environ):
-    """What torchrun gets, whose own default of the master's port is `port`."""
+    """Return what torchrun gets, whose own default of the master's port is `port`."""
 
     def with_port():
         parser = get_args_parser()
@@ -356,10 +356,28 @@ def test_a_first_host_that_each_would_look_for_on_itself():
         on_hosts("train.py", MASTER_ADDR="127.0.0.1")
     with pytest.raises(EnvPipeError, match=r"on itself, by --master-addr of the command line"):
         on_hosts("--master-addr=localhost", "train.py")
+    with pytest.raises(EnvPipeError, match=r"on itself, by --master-addr of MASTER_ADDR"):
+        on_hosts("train.py", hosts=(other, own[0]), MASTER_ADDR="127.0.0.1")
     for hosts in (own[:1], own, (other, own[0])):
         on_hosts("train.py", hosts=hosts)
+    for hosts in (HOSTS[:1], own):
+        on_hosts("--rdzv-backend=c10d", "train.py", hosts=hosts)
     on_hosts("--master-addr", "one", "train.py", hosts=(own[0], other))
     on_hosts("--rdzv-backend=c10d", "--rdzv-endpoint=one", "train.py", hosts=(own[0], other))
+
+
+@pytest.mark.parametrize("endpoint", ["localhost", "127.0.0.1:29500", "[::1]:29400", "localhost:"])
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_rendezvous_that_each_host_would_hold_for_itself(endpoint, backend):
+    """They waited for ten minutes."""
+    wanted = r"on itself, by --rdzv-endpoint of the command line, PET_.*node1:29400"
+    with pytest.raises(EnvPipeError, match=wanted):
+        on_hosts(f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "train.py")
+    with pytest.raises(EnvPipeError, match=wanted):
+        on_hosts("train.py", PET_RDZV_BACKEND=backend, PET_RDZV_ENDPOINT=endpoint)
+    with pytest.raises(EnvPipeError, match=r"or by default \(got 'localhost'\)"):
+        on_hosts("--rdzv-backend=c10d", "--master-addr=one", "train.py")
+    on_hosts("--rdzv-backend=etcd-v2", f"--rdzv-endpoint={endpoint}", "train.py")  # a member each
 
 
 @pytest.mark.parametrize(

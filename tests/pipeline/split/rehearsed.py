@@ -53,7 +53,7 @@ def _delays(rng: random.Random) -> Iterator[None]:
 def differences(
     rank: int, job: Job, orders: Sequence[Schedule], root: Path, delayed: bool = False
 ) -> list[str] | None:
-    """What is not as megatron-core's own function has it: number of the order, name and a sum."""
+    """Return what megatron-core's own function has otherwise: number of the order, name, a sum."""
     import training
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -110,7 +110,7 @@ def devices() -> list[CudaDevice]:
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What each returns or raises."""
+    """Return what each returns or raises."""
 
     def outcome(call: Callable[[], Any]) -> Any:
         try:

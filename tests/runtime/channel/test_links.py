@@ -167,7 +167,7 @@ class _Options:
 
 
 def groups_of(channel: P2PChannel) -> dict[tuple[str, Kind, int], Any]:
-    """What carries each kind to and from each neighbour."""
+    """Return what carries each kind to and from each neighbour."""
     found: dict[tuple[str, Kind, int], Any] = {}
     for kind, carrier in channel._carriers.items():
         peers = carrier._peers

@@ -63,7 +63,7 @@ def test_wherever_a_stage_is_lost_no_stage_hangs_or_computes_from_garbage(pipeli
 
 
 def named(outcomes: list[BaseException | None], lost: int, why: str) -> bool:
-    """Whether every other stage says who is lost, and one beside it why."""
+    """Return True if every other stage says who is lost, and one beside it why."""
     reasons = set()
     for stage, outcome in enumerate(outcomes):
         if stage == lost:

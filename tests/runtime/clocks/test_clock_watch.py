@@ -26,7 +26,7 @@ NEVER_S = 1e6
 
 @dataclass
 class Page:
-    """What a page says of the clock of a fake GPU, whose requests this process makes."""
+    """Stands in for the page of a fake GPU's clock, whose requests this process makes."""
 
     gpu: FakeGpu
     last_change_s: float = -math.inf
@@ -155,7 +155,7 @@ def test_nothing_seen_and_each_look_told():
     watch.sample()
     ((look_s, state),) = seen
     assert before_s <= look_s <= time.monotonic()
-    assert state == ClockState(None, 1400, (), None)
+    assert state == ClockState(None, 1400)
     for name in ("first", "second"):
         gpu.error = GpuError(name)
         watch.sample()

@@ -127,10 +127,10 @@ def pair() -> Iterator[tuple[AgentLink, socket.socket]]:
 
 def test_looks_at_the_clock_are_told_until_the_link_is_closed(pair, caplog):
     link, there = pair
-    link.clock(ClockState(1200, 1185, ("power cap",), 400.0))
+    link.clock(ClockState(1200, 1185, ("power cap",)))
     assert json.loads(there.recv(16384)) == {
         "op": "clock", "requested_mhz": 1200, "observed_mhz": 1185,
-        "throttle_reasons": ["power cap"], "power_limit_w": 400.0,
+        "throttle_reasons": ["power cap"],
     }  # fmt: skip
     link.close()
     link.clock(ClockState(None, 1410))  # by a watch whose look came late

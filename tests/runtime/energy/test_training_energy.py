@@ -116,11 +116,11 @@ class OneRank:
         self.energy.add(phase, self.number, record, np.array([False, True]))
 
     def compared(self) -> dict[str, Any]:
-        """What steady steps of this GPU save, as JSON has it."""
+        """Return what steady steps of this GPU save, as JSON has it."""
         return asdict(bill_of_ranks([self.energy.sums()]).comparison())
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """What the log bills: phase, begin and end of each window."""
+        """Return what the log bills: phase, begin and end of each window."""
         self.energy.catch_up()
         self.energy.close()
         return [

@@ -189,7 +189,7 @@ def test_on_two_h200s_hops_are_those_that_messages_to_and_fro_took(path):
 
 
 def hops_by(order: Schedule, records: Any) -> tuple[float, ...]:
-    """What all ranks' records, of each replica of each stage, say of hops."""
+    """Return what all ranks' records, of each replica of each stage, say of hops."""
     said: list[list[Any]] = [[] for _ in records]
     for stage, of_stage in enumerate(records):
         for own in of_stage:

@@ -115,7 +115,7 @@ class Starting(Rank):
             raise MemoryFullError("Too little of a test")
 
     def adopt(self, profile: Any = None) -> Plan:
-        """What `phases.adopt_plan` does after a warm-up of one iteration."""
+        """Do what `phases.adopt_plan` does after a warm-up of one iteration."""
         if self.options.plan is not None and self.state.given is None:
             known = profile or profile_of()
             self.state.given = known, read_plan(self.options.plan, known)

@@ -165,7 +165,7 @@ class World:
         )
 
     def taken(self) -> list[Any]:
-        """What was called since the last time, but for the channel and the executor's units."""
+        """Return the calls since the last time, but for the channel and the executor's units."""
         calls, self.calls[:] = [*self.calls], []
         return [
             call

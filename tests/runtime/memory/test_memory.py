@@ -413,7 +413,7 @@ def test_an_input_that_the_first_part_lets_go_is_kept_of_the_last_forward_only()
 
 
 def test_a_microbatch_holds_at_least_its_message():
-    """What comes in; of the first stage, what goes out."""
+    """Return what comes in; of the first stage, what goes out."""
     short, long = (
         TensorSpec(((length,),), (torch.float16,), torch.device("cpu")) for length in (5, 8)
     )

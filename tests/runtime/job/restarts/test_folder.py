@@ -405,27 +405,25 @@ def test_a_lock_that_a_dead_node_left_costs_no_folder(
 
 
 class Nodes:
-    """Collectives of ranks on these nodes, one stage each."""
+    """Collectives of ranks on nodes of these names and boots, one stage each."""
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
+    def __init__(self, *places: tuple[str, str]) -> None:
+        self.places = places
 
     def agreed(self, make: Callable[[], Path]) -> Path:
         return make()
 
-    def from_planner(self, own: str) -> str:
-        assert own in self.names
-        self.own = own
-        return self.names[0]
-
-    def on_all(self, holds: bool) -> bool:
-        assert holds == (self.own == self.names[0])
-        return all(name == self.names[0] for name in self.names)
+    def by_stage(self, own: set[tuple[str, str]], merge: object) -> list[set[tuple[str, str]]]:
+        assert own <= {*self.places}
+        return [{place} for place in self.places]
 
 
-def of_node(monkeypatch, folder: Path | None, node: str, *nodes: str) -> JobFolder:
+def of_node(monkeypatch, folder: Path | None, node: str, *nodes: str, boot: str = "") -> JobFolder:
+    """On a node of a name and boot, of those that are listed: `name` or `name boot`."""
     monkeypatch.setattr(socket, "gethostname", lambda: node)
-    return JobFolder(folder, Nodes(*nodes))  # type: ignore[arg-type]
+    monkeypatch.setattr(restarts, "boot_id", lambda: boot)
+    places = [(each.partition(" ")[0], each.partition(" ")[2]) for each in nodes]
+    return JobFolder(folder, Nodes(*places))  # type: ignore[arg-type]
 
 
 def test_several_nodes_have_a_file_each_and_one_bill(monkeypatch, tmp_path):
@@ -442,6 +440,20 @@ def test_several_nodes_have_a_file_each_and_one_bill(monkeypatch, tmp_path):
     of_node(monkeypatch, tmp_path, "n1", "n1", "n1").append("clocks", {})
     names = sorted(path.name for path in tmp_path.glob("clocks*"))
     assert names == ["clocks-a_b.jsonl", "clocks.jsonl"]
+
+
+def test_nodes_of_one_name_have_a_file_each(monkeypatch, tmp_path):
+    """Cloned images, say. On NFS, two that append to one file lose each other's lines."""
+    nodes = ("host 11111111-a", "host 22222222-b", "other 33333333-c")
+    folders = [of_node(monkeypatch, tmp_path, *each.split()[:1], *nodes, boot=each.split()[1])
+               for each in nodes]  # fmt: skip
+    for folder in folders:
+        folder.append("energy", {})
+        folder.close()
+    assert [folder.node for folder in folders] == ["host-11111111", "host-22222222", "other"]
+    assert sorted(path.name for path in tmp_path.glob("energy*")) == sorted(
+        f"energy-{folder.node}.jsonl" for folder in folders
+    )
 
 
 def test_what_may_be_lowered_leaves_another_jobs_files_until_it_keeps_something(whole, caplog):
