@@ -122,18 +122,15 @@ class Profile:
             remedy=f"Profiled there: {', '.join(str(row.frequency_mhz) for row in rows)}.",
         )
 
-    def energy_by_clock_j(self, stage: int, kind: Kind) -> dict[int, float]:
-        """Return the energy (J) of a kind in all parts of a stage, at each clock that all have."""
-        parts = [{r.frequency_mhz: r.energy_j for r in part[kind]} for part in self.parts(stage)]
-        return {f: sum(part[f] for part in parts) for f in set(parts[0]).intersection(*parts)}
-
     def valley_j(self, stage: int) -> dict[int, float]:
         """Return the energy (J) of one forward plus one backward of all parts of a stage.
 
-        By the clocks that both were profiled at, rising.
+        By the clocks that all of these were profiled at, rising.
         """
-        forward_j, backward_j = (self.energy_by_clock_j(stage, kind) for kind in WHOLE)
-        return {f: j + backward_j[f] for f, j in sorted(forward_j.items()) if f in backward_j}
+        units = [part[kind] for kind in WHOLE for part in self.parts(stage)]
+        curves = [{row.frequency_mhz: row.energy_j for row in rows} for rows in units]
+        common = sorted(set(curves[0]).intersection(*curves))
+        return {f: sum(curve[f] for curve in curves) for f in common}
 
     @cached_property
     def optimal_frequency_mhz(self) -> tuple[int, ...]:
