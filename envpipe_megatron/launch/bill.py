@@ -1,4 +1,4 @@
-"""Writes a bill for people and machines: tables and JSON, and its file as it grows."""
+"""Writes a bill for people and machines: tables, JSON and CSV, and its file as it grows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
-from envpipe_megatron.files import lock_file, replace_files
+from envpipe_megatron.files import csv_text, lock_file, replace_files
 from envpipe_megatron.formats.account import UNDER_BUDGETS, Tariff, account_lines
-from envpipe_megatron.formats.bill import Bill
-from envpipe_megatron.formats.energy import SHARES
-from envpipe_megatron.formats.energy_sums import EnergySums
+from envpipe_megatron.formats.bill import Bill, num_gpus
+from envpipe_megatron.formats.energy import SHARES, Phase
+from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.launch.agent.ledger import log_path
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _LONGEST_NAME = 16
 _GPU_NAMES = ("node", "gpu_uid", "gpu", "rank", "stage")
+
+#: EnvPipe's columns, then ours.
+CSV_COLUMNS = (
+    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
+    "Throughput (sample/s)", "Energy (mJ)",
+    "Phase", "GPUs", "Iterations", "Iteration time (s)", "Energy per iteration (J)",
+    "Average power (W)",
+)  # fmt: skip
 
 
 def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, Any]:
@@ -121,6 +129,32 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     return lines
 
 
+def bill_csv(bill: Bill) -> str:
+    """Return a row for the baseline's steps and one for the steady ones, summed over nodes.
+
+    A step of the baseline is the one that steady steps were compared with: warm-ups begin slowly.
+    """
+    facts, samples, compared = bill.facts, bill.fact("samples_per_iteration"), bill.compared()
+    rows: list[tuple[object, ...]] = [CSV_COLUMNS]
+    for phase in (Phase.WARMUP.value, Phase.STEADY.value):
+        step, sums = bill.steps(phase), bill.of_phase(phase)
+        if step is None or step.energy_j is None:
+            continue
+        total, gpus, iterations = total_of(sums), num_gpus(sums), step.iterations
+        if phase == Phase.WARMUP and compared and compared[1].energy_j is not None:
+            step = compared[1]
+        own = ("baseline", "1f1b", "default")
+        if phase == Phase.STEADY:
+            own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
+        rows.append((
+            facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
+            samples / step.time_s if samples else "", total.energy_j * 1e3,
+            phase, gpus, iterations, step.time_s,
+            step.energy_j * gpus, total.average_power_w,
+        ))  # fmt: skip
+    return csv_text(rows)
+
+
 def _show_totals(
     names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergySums], console: Console
 ) -> None:
@@ -150,7 +184,7 @@ def _short(name: str) -> str:
 
 
 class BillReport:
-    """Writes the job's bill on the node of rank 0, `bill.json`, as it grows.
+    """Writes the job's bill on the node of rank 0: `bill.json` as it grows, and `bill.csv`.
 
     `interval` iterations lie between that while the job trains; with 0 it is written at the end
     only. Where another live job has its bill in the folder, the file's name has `node` in it.
@@ -221,10 +255,11 @@ class BillReport:
         say_as_launcher(line)
         self._write(path, bill_facts(now, self._tariff, over=False))
 
-    def _write(self, path: Path, facts: Mapping[str, Any]) -> bool:
-        """Write the bill; return False, and log it, if that cannot be."""
+    def _write(self, path: Path, facts: Mapping[str, Any] | str) -> bool:
+        """Write a file of the bill; return False, and log it, if that cannot be."""
+        text = facts if isinstance(facts, str) else json.dumps(facts, indent=1) + "\n"
         try:
-            replace_files({path: [json.dumps(facts, indent=1), "\n"]})
+            replace_files({path: [text]})
         except OSError as error:  # a full disk: the sums go on
             logger.error("%s is not written: %s", path.name, error)
             return False
@@ -241,6 +276,7 @@ class BillReport:
         self.stop()
         self.look(bill)
         written = self._write(self._path, bill_facts(bill, self._tariff))
+        self._write(self._path.with_suffix(".csv"), bill_csv(bill))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
         of_nodes = {log_path(self._folder, node) for node in bill.nodes}

@@ -96,10 +96,10 @@ class RunFolder:
     @property
     def changed_nothing(self) -> bool:
         """True if the job says so; if it was killed, if each rank ran one order at one clock."""
-        summary, starts = self.summary or {}, self.starts or ("",)
+        summary, last = self.summary or {}, self.last_start
         said = summary.get("only_measures")
         # An earlier start's says nothing of one that was killed, or runs.
-        if said is not None and summary.get("started", starts[-1]) == starts[-1]:
+        if said is not None and summary.get("started", last) == last:
             return said is True
         orders: dict[tuple[int, int], set[str]] = {}
         clocks_mhz: dict[int, set[int]] = {}
@@ -110,6 +110,12 @@ class RunFolder:
                 clocks_mhz.setdefault(rank, set()).update(read.frequency_mhz.tolist())
         one_order = all(len(of_rank) == 1 for of_rank in orders.values())
         return bool(orders) and one_order and all(len(own) == 1 for own in clocks_mhz.values())
+
+    @property
+    def last_start(self) -> str:
+        """When the last start of those that left lines began; empty if no line says."""
+        runs = [labels.run for labels in self._labels]
+        return max((run.removeprefix(name_of_run(run)).strip() for run in runs), default="")
 
     @property
     def num_stages(self) -> int:
@@ -226,19 +232,21 @@ def _read_summary(file: Path) -> dict[str, Any]:
 def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
     """Leave out the lines of earlier jobs, and bring the others' instants to one axis.
 
-    Returns the number of lines that were left out, too. `job.json` has the present job's starts.
-    Lines whose run names no start are kept; all are kept if the job names no starts. Of several
-    names of runs, which no job of one folder has, those of the last line.
+    Returns the number of lines that were left out, too. `job.json` has the starts of a job that
+    sets clocks, which is the present one if the last start is among them. Lines whose run names no
+    start are kept. Of several names of runs, which no job of one folder has, those of the last
+    line.
     """
     starts = folder.starts
     timelines, energy = folder.timelines, folder.energy
     runs = [read.labels.run for read in timelines.iterations]
     runs += [window.run for window in folder.energy.windows]
     name = name_of_run(runs[-1]) if runs else ""
+    of_job_file = folder.last_start.endswith(starts)
 
     def own(run: object) -> bool:
         run = str(run)
-        of_start = not starts or run.endswith(starts) or name_of_run(run) == run
+        of_start = run.endswith(starts) == of_job_file or name_of_run(run) == run
         return of_start and name_of_run(run) == name
 
     runs += [read.labels.run for read in timelines.clocks]

@@ -62,7 +62,7 @@ def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capf
         report.look(bill)
     (tmp_path / "bill.json").write_text("the first job's")
     report.end(bill)
-    names = [".bill.lock", "bill-n_1.a.json", "bill.json"]
+    names = [".bill.lock", "bill-n_1.a.csv", "bill-n_1.a.json", "bill.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert (tmp_path / "bill.json").read_text() == "the first job's"
     assert caplog.text.count(f"has its bill in {tmp_path}: this job's is bill-n_1.a.json") == 1

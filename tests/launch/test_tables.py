@@ -1,5 +1,6 @@
 """A bill as tables and sentences for people, and as JSON and CSV for machines."""
 
+import csv
 import io
 import math
 import re
@@ -11,6 +12,7 @@ from rich.console import Console
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.launch.bill import (
     Tariff,
+    bill_csv,
     bill_facts,
     bill_lines,
     show_bill,
@@ -149,7 +151,68 @@ def test_a_gpu_that_serves_another_stage_or_rank_after_a_restart():
     assert gpu["rank"] == 3
 
 
-def test_a_bill_of_nothing_is_shown_and_written():
+ENVPIPE_COLUMNS = [
+    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
+    "Throughput (sample/s)", "Energy (mJ)",
+]  # fmt: skip
+
+
+def test_csv_begins_with_envpipes_columns_and_sums_over_nodes():
+    def phase(name, energy_j):
+        return [
+            window(gpu, i, energy_j, node=f"n{gpu}", phase=name) for gpu in range(2) for i in (0, 1)
+        ]
+
+    facts = {
+        "model": "gpt",
+        "microbatch_size": 4,
+        "samples_per_iteration": 32,
+        "type": "envpipe",
+        "scheduling": "ours",
+        "reconfigure": "greedy",
+    }
+    made = bill(*phase("warm-up", 120.0), *phase("steady", 90.0), job(**facts))
+    header, baseline, ours = csv.reader(bill_csv(made).splitlines())
+    assert header[: len(ENVPIPE_COLUMNS)] == ENVPIPE_COLUMNS
+    assert baseline[:6] == ["gpt", "4", "32", "baseline", "1f1b", "default"]
+    assert ours[:6] == ["gpt", "4", "32", "envpipe", "ours", "greedy"]
+    for row, energy_j in ((baseline, 120), (ours, 90)):
+        told = dict(zip(header, row, strict=True))
+        assert float(told["Throughput (sample/s)"]) == 16
+        assert float(told["Energy (mJ)"]) == 4 * energy_j * 1000
+        assert float(told["Energy per iteration (J)"]) == 2 * energy_j
+        assert (told["GPUs"], told["Iterations"]) == ("2", "2")
+        assert float(told["Average power (W)"]) == energy_j / 2
+
+
+def test_csv_has_the_baseline_that_steps_were_compared_with():
+    base = {"iterations": 2, "time_s": 2.0, "time_uncertainty_s": 0.0,
+            "energy_j": 110.0, "metering_uncertainty_j": 1.0}  # fmt: skip
+    slow = [window(0, i, 150.0, phase="warm-up", duration_s=3.0) for i in range(2)]
+    made = bill(*slow, window(0, 2, baseline=base), window(0, 3, baseline=base))
+    baseline, steady = csv.DictReader(bill_csv(made).splitlines())
+    assert float(baseline["Iteration time (s)"]) == 2
+    assert float(baseline["Energy per iteration (J)"]) == 110
+    assert (baseline["Iterations"], float(baseline["Energy (mJ)"])) == ("2", 300_000)
+    assert float(steady["Energy per iteration (J)"]) == 100
+
+
+def test_csv_counts_a_rank_once_that_had_another_gpu_after_a_restart():
+    lines = [window(gpu, 0, run="a 2026-01-01T00:00:00") for gpu in range(2)]
+    lines += [
+        window(gpu, 1, node="n1", gpu_uid=f"of n1 {gpu}", run="a 2026-01-02T00:00:00")
+        for gpu in range(2)
+    ]
+    (row,) = csv.DictReader(bill_csv(bill(*lines)).splitlines())
+    assert (row["GPUs"], row["Iterations"]) == ("2", "2")
+    assert float(row["Energy per iteration (J)"]) == 200
+
+
+def test_csv_of_a_job_that_tells_nothing_of_itself():
+    (row,) = csv.DictReader(bill_csv(bill(window())).splitlines())
+    assert row["Model"] == row["Throughput (sample/s)"] == ""
+    assert float(row["Energy (mJ)"]) == 100_000
+    assert not list(csv.DictReader(bill_csv(Bill()).splitlines()))
     show_bill(Bill(), Tariff(0.1, 0.1), Console(file=io.StringIO()))
     assert bill_facts(Bill(), Tariff())["complete"]
 

@@ -115,6 +115,19 @@ def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path
     assert not lacks(folder, "other jobs")
 
 
+def test_a_job_that_only_measured_last_is_the_present_one_and_in_no_job_file(tmp_path):
+    put_job(tmp_path, OLD)
+    put_summary(tmp_path, only_measures=True, started=NEW)
+    for run in (OLD, NEW):
+        put_timeline(tmp_path, run=run, frequency_mhz=[1410, 1200])
+        put_energy(tmp_path, run=run)
+    folder = read_run_folder(tmp_path)
+    assert [read.labels.run for read in folder.timelines.iterations] == [NEW]
+    assert [each.run for each in folder.energy.windows] == [NEW]
+    assert folder.changed_nothing
+    assert lacks(folder, "2 lines of other jobs")
+
+
 def test_of_several_runs_in_the_folder_the_last_is_reported(tmp_path):
     for run in ("baseline", "envpipe"):
         put_timeline(tmp_path, run=run)
