@@ -138,11 +138,11 @@ def bill_csv(bill: Bill) -> str:
     rows: list[tuple[object, ...]] = [CSV_COLUMNS]
     for phase in (Phase.WARMUP.value, Phase.STEADY.value):
         step, sums = bill.steps(phase), bill.of_phase(phase)
-        if step is None or step.energy_j is None:
+        if step is None or (energy_j := step.energy_j) is None:
             continue
         total, gpus, iterations = total_of(sums), num_gpus(sums), step.iterations
-        if phase == Phase.WARMUP and compared and compared[1].energy_j is not None:
-            step = compared[1]
+        if phase == Phase.WARMUP and compared and (base_j := compared[1].energy_j) is not None:
+            step, energy_j = compared[1], base_j
         own = ("baseline", "1f1b", "default")
         if phase == Phase.STEADY:
             own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
@@ -150,7 +150,7 @@ def bill_csv(bill: Bill) -> str:
             facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
             samples / step.time_s if samples else "", total.energy_j * 1e3,
             phase, gpus, iterations, step.time_s,
-            step.energy_j * gpus, total.average_power_w,
+            energy_j * gpus, total.average_power_w,
         ))  # fmt: skip
     return csv_text(rows)
 

@@ -228,20 +228,19 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
                 remedy="Write host slots=N, or give --nproc-per-node.",
             )
         made.append(completed(found))
-    option, by_line = "--master-addr", (given.master_addr or "", "the command line")
-    place, origin = made[0].settings.get(option, by_line)
-    remedy = "Begin the hostfile with the name by which others know it, or give --master-addr."
+    option = "--master-addr"
     if given.rdzv_endpoint or given.rdzv_backend == "c10d":
-        option, origin = "--rdzv-endpoint", "the command line, PET_RDZV_ENDPOINT or by default"
-        place = re.sub(r":\d*$", "", given.rdzv_endpoint) or "localhost"
-        remedy = "Give the name by which others know it: --rdzv-endpoint node1:29400, say."
-    meets_here = _ITSELF.fullmatch(place.strip("[]")) and given.rdzv_backend in ("static", "c10d")
+        option = "--rdzv-endpoint"
+    by_line = given.rdzv_endpoint or given.master_addr or "", "the command line or a PET_ variable"
+    place, origin = made[0].settings.get(option, by_line)
+    name = place if option == "--master-addr" else re.sub(r":\d*$", "", place).strip("[]")
+    meets_here = _ITSELF.fullmatch(name) and given.rdzv_backend in ("static", "c10d")
     elsewhere = [host for host in hosts if not _ITSELF.fullmatch(host.name)]
     if meets_here and elsewhere and len(hosts) > 1:
         raise EnvPipeError(
             f"Each host would look for the first one on itself, by {option} of {origin}",
             value=place,
-            remedy=remedy,
+            remedy=f"Begin the hostfile with the name by which others know it, or give {option}.",
         )
     return tuple(made)
 
@@ -260,8 +259,9 @@ def _completed(
 
     `find` gets the name, and the number of nodes as far as it is known. Where the rendezvous is
     given (`--standalone`, or a `--rdzv-backend` other than static), node rank and master are not
-    filled in; with `--rdzv-endpoint` the master is not. EnvPipeError: what torchrun's parser
-    refuses, what is not of `_FORMS`, and a node for which torchrun would wait for 15 minutes.
+    filled in, but c10d's several nodes meet at the master; with `--rdzv-endpoint` it is not.
+    EnvPipeError: what torchrun's parser refuses, what is not of `_FORMS`, and a node for which
+    torchrun would wait for 15 minutes.
     """
     given = vars(_given(line))
     by_rank = given["rdzv_backend"] == "static" and not given["standalone"]
@@ -271,6 +271,13 @@ def _completed(
     for name in NAMES[:count]:
         if known[name] is None and (found := find(name, known["nnodes"])):
             settings[f"--{name.replace('_', '-')}"], known[name] = found, found[0]
+    several = _several(known["nnodes"])
+    if given["rdzv_backend"] == "c10d" and count == 2 and several and not endpoint:
+        by_line = {name: (str(given[name]), "the command line") for name in NAMES if given[name]}
+        master, port = (by_line.get(name) or find(name, known["nnodes"]) for name in NAMES[3:])
+        if master:  # else each node would hold the rendezvous for itself
+            place = f"{master[0]}:{port[0]}" if port else master[0]
+            settings["--rdzv-endpoint"] = place, master[1]
     filled = [f"{option}={value}" for option, (value, _) in settings.items()]
     # The dashes keep torchrun from looking for its own abbreviated options in the script's.
     arguments = (*filled, *line.options, "--", *line.script)
@@ -284,7 +291,7 @@ def _completed(
                 value=value,
                 remedy="Correct it.",
             )
-    if by_rank and _several(known["nnodes"]):
+    if by_rank and several:
         lacking = "which of them this is" if known["node_rank"] is None else ""
         if not (endpoint or known["master_addr"]):
             lacking = lacking or "where that of rank 0 is"

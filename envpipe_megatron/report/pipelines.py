@@ -19,9 +19,6 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, Phase, split_phase
 from envpipe_megatron.formats.timeline import GpuLabels, RankIteration, TimelineLogs
 
-#: A start of a job, by the label of its run, and a node.
-StartAndNode = tuple[str, str]
-
 #: Phase and number of an iteration.
 IterationKey = tuple[str, int]
 
@@ -73,8 +70,8 @@ def on_one_axis(
     return replace(timelines, iterations=tuple(iterations), clocks=tuple(clocks)), tuple(moved)
 
 
-def _ahead_s(iterations: Iterable[RankIteration]) -> Mapping[StartAndNode, float]:
-    """Return by how much the clocks of nodes are ahead of that of the lowest rank's node."""
+def _ahead_s(iterations: Iterable[RankIteration]) -> Mapping[tuple[str, str], float]:
+    """Return by how much nodes' clocks are ahead of the lowest rank's node's, by run and node."""
     begins: dict[str, dict[str, dict[int, float]]] = {}
     first_rank: dict[str, int] = {}
     for read in iterations:
@@ -82,7 +79,7 @@ def _ahead_s(iterations: Iterable[RankIteration]) -> Mapping[StartAndNode, float
         first_rank[node] = min(rank, first_rank.get(node, rank))
         own = begins.setdefault(read.labels.run, {}).setdefault(node, {})
         own[read.iteration] = min(read.begin_s, own.get(read.iteration, read.begin_s))
-    ahead_s = defaultdict[StartAndNode, float](float)
+    ahead_s = defaultdict[tuple[str, str], float](float)
     for run, nodes in begins.items():
         reference = nodes[min(nodes, key=first_rank.__getitem__)]
         for node, own in nodes.items():

@@ -144,14 +144,11 @@ class Collector:
 
 
 class Uplink:
-    """Sends what the log has and the collector has not, until it is stopped.
-
-    Attributes:
-        endpoint: the collector; None before the first.
-    """
+    """Sends what the log has and the collector has not, until it is stopped."""
 
     def __init__(self, log: NodeLog) -> None:
         self._log = log
+        #: The collector; None before the first.
         self.endpoint: Any = None
         self._task: asyncio.Task[None] | None = None
         self._grown = asyncio.Event()
