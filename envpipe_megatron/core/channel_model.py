@@ -66,7 +66,7 @@ def hardware_capacity(environment: Mapping[str, str]) -> int | None:
     than CUDA's own number, a link and the units may share one.
     """
     queues = environment.get(QUEUES_VARIABLE, "")
-    return 1 if queues.isdigit() and int(queues) < _USUAL_QUEUES else None
+    return 1 if queues.isdecimal() and int(queues) < _USUAL_QUEUES else None
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def check_script(options: argparse.Namespace) -> None:
 
 def ranks_of_node(options: argparse.Namespace) -> int:
     """Return how many ranks torchrun starts here: `--nproc-per-node`, or one for each GPU."""
-    if options.nproc_per_node.isdigit():
+    if options.nproc_per_node.isdecimal():
         return int(options.nproc_per_node)
     import torch
 

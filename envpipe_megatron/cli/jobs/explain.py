@@ -107,6 +107,6 @@ def _of_launcher(words: Sequence[str], option: str) -> int | None:
     """Return a number among torchrun's options; None if it is not there, or no number."""
     joined = [part for word in words for part in word.split("=", 1)]
     for name, value in pairwise(joined):
-        if name.lstrip("-").replace("_", "-") == option and value.isdigit():
+        if name.lstrip("-").replace("_", "-") == option and value.isdecimal():
             return int(value)
     return None
