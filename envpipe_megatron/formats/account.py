@@ -68,9 +68,6 @@ class Tariff:
         return ", ".join(said)
 
 
-NO_TARIFF = Tariff()
-
-
 def account_lines(
     bill: Bill, tariff: Tariff, compared: Mapping[str, Comparison], where: str = ""
 ) -> Iterator[str]:

@@ -40,7 +40,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,8 +80,6 @@ STAGE = Number(whole=True, below=10_000)
 SHARES = ("compute_s", "blocking_s", "idle_s")
 #: Back ends that change no clock.
 KEEP_CLOCKS = ("none", "dry_run")
-#: What is known of an average step.
-STEP = ("iterations", "time_s", "time_uncertainty_s", "energy_j", "metering_uncertainty_j")
 
 
 class Phase(StrEnum):
@@ -329,7 +327,8 @@ def read_step(said: Any) -> StepEnergy | None:
     from envpipe_megatron.formats.steps import StepEnergy
 
     try:
-        read = {name: None if said[name] is None else AMOUNT(said[name]) for name in STEP}
+        names = [each.name for each in fields(StepEnergy)]
+        read = {name: None if said[name] is None else AMOUNT(said[name]) for name in names}
     except (TypeError, KeyError, ValueError):  # of another version
         return None
     if not (read["iterations"] and read["time_s"]):

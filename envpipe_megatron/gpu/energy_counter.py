@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import astuple
-from typing import Any
 
 from envpipe_megatron.child import ignore_signals_of_ranks, start_child
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
@@ -32,7 +31,7 @@ _STEP_S = 0.002
 _LEAD_S = 0.009
 """How long before the expected instant, which is uncertain itself, watching begins: a first read
 that showed the new value already would miss the refresh."""
-_FRESH_S = 0.04
+FRESH_S = 0.04
 """A reading younger than this is returned again."""
 STALL_S = 3.0
 """Thirty refreshes. A GPU that is on draws power, so its counter must have moved."""
@@ -80,7 +79,7 @@ class EnergyCounter:
             last = self._reading
             if last is not None:
                 age_s = time.monotonic() - last.time_s
-                if age_s < _FRESH_S:
+                if age_s < FRESH_S:
                     return last
                 time.sleep(-(age_s + _LEAD_S) % _EXPECTED_PERIOD_S)
             # Forgotten until another is found: after an error the next call starts again.
@@ -137,7 +136,6 @@ class EnergyReader:
         self._connection.setblocking(False)
         self._end = select.poll()
         self._end.register(self._connection, 0)  # by that of its socket, whatever it says
-        self._asked = self._answered = 0
         #: Why its last look failed; None when it went well.
         self.error: str | None = None
 
@@ -153,22 +151,13 @@ class EnergyReader:
                     "The process that reads the energy counter has ended",
                     value=self._process.poll(),
                 )
-            self._answered, self.error = said["looks"], said["error"]
-            if "reading" in said:
+            self.error = said["error"]
+            if said["reading"] is not None:
                 yield EnergyReading(*said["reading"])
 
-    def look(self, timeout_s: float) -> Iterator[EnergyReading]:
-        """Have it look now; yield what it has seen by then, or in time. Raises ReaderGoneError."""
-        until_s = time.monotonic() + timeout_s
-        with suppress(OSError):  # what it said before it ended is there to take
-            send(self._connection, {"op": "look"})
-            self._asked += 1
-        while True:
-            yield from self.take()
-            left_s = until_s - time.monotonic()
-            if self._answered >= self._asked or left_s <= 0:
-                return
-            wait_readable([self._connection.fileno()], left_s)
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is something to take, for a time."""
+        wait_readable([self._connection.fileno()], timeout_s)
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait until it has ended, for a time."""
@@ -183,10 +172,9 @@ class EnergyReader:
 
 
 def main() -> None:
-    """Read a counter for a rank, and send a message for each refresh, answer and error.
+    """Read a counter for a rank, as often as its order says, and send each refresh and error.
 
-    Looks as often as its order says, and when a message comes in. It ends with the rank, which may
-    also kill it.
+    It ends with the rank, which may also kill it.
     """
     order = json.loads(sys.argv[1])
     ignore_signals_of_ranks()
@@ -194,29 +182,24 @@ def main() -> None:
     # A rank that takes nothing for minutes must not keep this process from looking.
     rank = socket.socket(fileno=_RANK)
     rank.setblocking(False)
-    waiting, looks = deque[dict[str, Any]](maxlen=_MOST_WAITING), 0
+    waiting = deque[dict[str, object]](maxlen=_MOST_WAITING)
     last: EnergyReading | None = None
-    said: dict[str, Any] = {}
+    said: str | None = None
     while os.getppid() == order["parent"]:  # a child that the rank forked may keep its end open
-        saying: dict[str, Any] = {"looks": looks, "error": None}
-        reading = last
+        reading, error = last, None
         try:
             reading = gpu.read_energy()
-        except Exception as error:  # a driver may fail in any way
-            saying["error"] = str(error)[:_ERROR_CHARACTERS]
-        news = {} if reading is None or reading == last else {"reading": astuple(reading)}
-        if news or saying != said:
-            last, said = reading, saying
-            waiting.append({**saying, **news})
+        except Exception as failure:  # a driver may fail in any way
+            error = str(failure)[:_ERROR_CHARACTERS]
+        if (reading, error) != (last, said):
+            last, said = reading, error
+            waiting.append({"error": error, "reading": reading and astuple(reading)})
         with suppress(BlockingIOError):
             while waiting:
                 send(rank, waiting[0])
                 waiting.popleft()
         if select.select([_RANK], [], [], order["poll_s"])[0]:
-            with suppress(BlockingIOError):
-                while receive(rank):
-                    looks += 1
-                return
+            return  # a rank says nothing: its end has closed
 
 
 if __name__ == "__main__":

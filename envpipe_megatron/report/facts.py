@@ -6,16 +6,15 @@ Enter at `report_facts`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from envpipe_megatron.formats.account import NO_TARIFF, Tariff, account_lines
+from envpipe_megatron.formats.account import Tariff, account_lines
 from envpipe_megatron.formats.bill import Bill, num_gpus
-from envpipe_megatron.formats.energy import FRAMEWORK, OUTSIDE_STEPS, Phase, read_step
-from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
+from envpipe_megatron.formats.energy import FRAMEWORK, OUTSIDE_STEPS, Phase
+from envpipe_megatron.formats.steps import Comparison, StepEnergy
 from envpipe_megatron.report.bubbles import Bubbles, Predicted, find_bubbles, predict
 from envpipe_megatron.report.run_folder import RunFolder
 
-_STEADY, _WARMUP = Phase.STEADY.value, Phase.WARMUP.value
+_STEADY = Phase.STEADY.value
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class StepFacts:
     @property
     def energy_j(self) -> float | None:
         """On all GPUs; None if it is not known."""
-        known = self.mean.energy_j is not None and self.num_gpus
-        return self.num_gpus * self.mean.energy_j if known else None  # type: ignore[operator]
+        return None if self.mean.energy_j is None else self.num_gpus * self.mean.energy_j
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,10 @@ class ReportFacts:
     changed_nothing: bool = False
 
 
-def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
+def report_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     """Add up what a run's folder tells, and predict what its bubbles are worth."""
     facts = replace(_metered_facts(folder, tariff), changed_nothing=folder.changed_nothing)
-    recorded = folder.recorded
-    if not recorded:
-        return facts
-    profile = folder.profile
+    recorded, profile = folder.recorded, folder.profile
     top_mhz = None if profile is None else max(profile.clocks_mhz(0))
     bubbles = find_bubbles(recorded, folder.num_stages, top_mhz)
     if bubbles is None:
@@ -82,64 +77,38 @@ def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
 
 
 def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
-    """Return figures of phases, from meters.
-
-    A job is compared as in its bill: with the mean of its baselines, each as long as it was in
-    force. Before it could tell one, its whole warm-up is taken.
-    """
+    """Return figures of phases, from meters; a job is compared as in its bill."""
     bill = Bill(folder.energy.lines)
-    if all(window.run in bill.other_runs for window in folder.windows):
+    if all(window.run in bill.other_runs for window in folder.energy.windows):
         bill.other_runs = frozenset()  # starts that have one name
     notes = [f"The bill is incomplete: {reason}" for reason in bill.missing()]
-    if not folder.windows:
+    if not folder.energy.windows:
         return ReportFacts(notes=tuple(notes))
     if left_out := bill.left_out:
         named = ", ".join(sorted(left_out))
         why = "Asked for something else, or had another number of GPUs"
         notes.append(f"{why}, so these figures leave them out: starts {named}.")
-    means, steady, baseline = bill.compared(), bill.steps(_STEADY), _recorded(folder, bill)
-    if means:
-        of_gpus = (own.compared.baseline for own in bill.of_phase(_STEADY))
-        baseline = baseline or next(each for each in of_gpus if each.time_s)
-        baseline = replace(means[1], iterations=baseline.iterations)
-    if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
-        notes.append(
-            "The job recorded no baseline: its whole warm-up is taken for it, with the first "
-            "step, which is slower than others."
-        )
-    compared = compare(*means) if means else None
-    if compared is None and steady and baseline and baseline.time_s:
-        compared = compare(steady, baseline)
-    comparisons = ({"": compared} if compared else {}) | bill.comparisons()
+    phases = dict.fromkeys(phase for _, run, phase, _ in bill.phases if run not in left_out)
+    known = {
+        phase: StepFacts(phase, num_gpus(bill.of_phase(phase)), step)
+        for phase in phases
+        if phase not in (*OUTSIDE_STEPS, FRAMEWORK) and (step := bill.steps(phase)) is not None
+    }
+    steady, baseline = known.get(_STEADY), None
+    if steady is not None and (means := bill.compared()):
+        in_force = (own.compared.baseline for own in bill.of_phase(_STEADY))
+        iterations = next(each.iterations for each in in_force if each.time_s)
+        mean = replace(means[1], iterations=iterations)
+        baseline = StepFacts("baseline", steady.num_gpus, mean)
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
-
-    def average(name: str, phase: str, step: StepEnergy | None) -> StepFacts | None:
-        """Return an average step on all ranks of a phase."""
-        return None if step is None else StepFacts(name, num_gpus(bill.of_phase(phase)), step)
-
-    phases = dict.fromkeys(phase for _, run, phase, _ in bill.phases if run not in left_out)
-    trained = [phase for phase in phases if phase not in (*OUTSIDE_STEPS, FRAMEWORK)]
+    comparisons = bill.comparisons()
     return ReportFacts(
-        tuple(filter(None, (average(phase, phase, bill.steps(phase)) for phase in trained))),
-        average("baseline", _WARMUP, baseline),
-        average(_STEADY, _STEADY, steady),
-        compared,
+        tuple(known.values()),
+        baseline,
+        steady,
+        comparisons.get(""),
         tuple(account_lines(bill, tariff, comparisons)),
         bill,
         tuple(notes),
     )
-
-
-def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
-    """Return the baseline that the job measured: by its job file, summary, or agent's notes.
-
-    The job file is the present job's; the others may be left from an earlier one.
-    """
-    known = [(folder.summary or {}).get("baseline"), bill.facts.get("baseline")]
-    if folder.job is not None:
-        mean: Any = folder.job
-        for name in ("baselines", "", "mean"):  # of a file that may be damaged
-            mean = mean.get(name) if isinstance(mean, dict) else None
-        known = [mean]
-    return next(filter(None, map(read_step, known)), None)

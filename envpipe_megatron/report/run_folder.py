@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envpipe_megatron.core.fields import AMOUNT, TEXT, read_json
+from envpipe_megatron.core.fields import AMOUNT, TEXT, many, read_json
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
@@ -52,7 +52,7 @@ class RunFolder:
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
         summary: of the job, as `summary.json` has it.
-        job: as `job.json` has it, which outlives a killed job.
+        starts: those that `job.json` names, the last one last; none if it does not.
         missing: what is not there or cannot be read, and what the report misses for it.
     """
 
@@ -63,13 +63,8 @@ class RunFolder:
     plan: Plan | None
     clocks: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
-    job: dict[str, Any] | None
+    starts: tuple[str, ...]
     missing: tuple[str, ...]
-
-    @property
-    def windows(self) -> tuple[EnergyWindow, ...]:
-        """The metered windows."""
-        return self.energy.windows
 
     @property
     def recorded(self) -> tuple[RankIteration, ...]:
@@ -86,7 +81,7 @@ class RunFolder:
 
     @property
     def _labels(self) -> list[GpuLabels | EnergyWindow]:
-        return [*(read.labels for read in self.timelines.iterations), *self.windows]
+        return [*(read.labels for read in self.timelines.iterations), *self.energy.windows]
 
     @property
     def emulated(self) -> bool:
@@ -101,10 +96,10 @@ class RunFolder:
     @property
     def changed_nothing(self) -> bool:
         """True if the job says so; if it was killed, if each rank ran one order at one clock."""
-        summary, starts = self.summary or {}, self.starts or ("",)
+        summary, last = self.summary or {}, self.last_start
         said = summary.get("only_measures")
         # An earlier start's says nothing of one that was killed, or runs.
-        if said is not None and summary.get("started", starts[-1]) == starts[-1]:
+        if said is not None and summary.get("started", last) == last:
             return said is True
         orders: dict[tuple[int, int], set[str]] = {}
         clocks_mhz: dict[int, set[int]] = {}
@@ -117,16 +112,16 @@ class RunFolder:
         return bool(orders) and one_order and all(len(own) == 1 for own in clocks_mhz.values())
 
     @property
-    def starts(self) -> tuple[str, ...]:
-        """The starts that `job.json` names, the last one last; none if it does not."""
-        named = (self.job or {}).get("starts")
-        return tuple(map(str, named)) if isinstance(named, list) else ()
+    def last_start(self) -> str:
+        """When the last start of those that left lines began; empty if no line says."""
+        runs = [labels.run for labels in self._labels]
+        return max((run.removeprefix(name_of_run(run)).strip() for run in runs), default="")
 
     @property
     def num_stages(self) -> int:
         """Number of stages of the pipeline: the most in any file; 0 if none says."""
         seen = [read.labels.stage for read in self.timelines.iterations]
-        seen += [window.stage for window in self.windows if window.stage is not None]
+        seen += [window.stage for window in self.energy.windows if window.stage is not None]
         return max(
             1 + max(seen, default=-1),
             self.profile.num_stages if self.profile else 0,
@@ -166,30 +161,24 @@ def read_run_folder(path: Path) -> RunFolder:
     missing += _torn(unreadable)
     if not clocks:
         missing.append("clocks.jsonl: whether clocks followed is not known")
+    notes = (line for line in energy.lines if isinstance(line, EnergyNote))
     lacking = "the job did not end in order"
-    if any(map(_ended_well, energy.lines)):
+    if any(note.note == ENDED and note.fields.get("exit_code") == 0 for note in notes):
         lacking = "the job wrote to another folder (--envpipe-output), or to none"
     summary = _read(path / "summary.json", lacking, _read_summary, missing)
-    job = _read(path / "job.json", "", _read_job, missing)
-    folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, job, ())
+    starts = _read(path / "job.json", "", _read_starts, missing) or ()
+    folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, starts, ())
     folder, others = _of_present_job(folder)
     if others:
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
     missing += _stages_without_timelines(folder)
-    if not folder.timelines.iterations and not folder.windows:
+    if not folder.timelines.iterations and not folder.energy.windows:
         raise EnvPipeError(
             f"No run has left timeline*.jsonl or energy*.jsonl in {path}",
             remedy="Give the folder that --output, --envpipe-output or the quickstart wrote; "
             "envpipe simulate draws a profile and a plan.",
         )
     return replace(folder, missing=tuple(missing))
-
-
-def _ended_well(line: EnergyWindow | EnergyNote) -> bool:
-    """Say whether it is the end of a node whose ranks have all ended without an error."""
-    if isinstance(line, EnergyWindow) or line.note != ENDED:
-        return False
-    return line.fields.get("exit_code") == 0
 
 
 def _torn(lines: Sequence[str]) -> list[str]:
@@ -224,10 +213,10 @@ def _clock_summary(line: bytes) -> dict[str, Any]:
     return entry
 
 
-def _read_job(file: Path) -> dict[str, Any]:
+def _read_starts(file: Path) -> tuple[str, ...]:
     fields = read_json(file, "File")
     fields.check_format(JOB_FORMAT)
-    return fields.data
+    return fields.read("starts", many(TEXT))
 
 
 def _read_summary(file: Path) -> dict[str, Any]:
@@ -243,19 +232,21 @@ def _read_summary(file: Path) -> dict[str, Any]:
 def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
     """Leave out the lines of earlier jobs, and bring the others' instants to one axis.
 
-    Returns the number of lines that were left out, too. `job.json` has the present job's starts.
-    Lines whose run names no start are kept; all are kept if the job names no starts. Of several
-    names of runs, which no job of one folder has, those of the last line.
+    Returns the number of lines that were left out, too. `job.json` has the starts of a job that
+    sets clocks, which is the present one if the last start is among them. Lines whose run names no
+    start are kept. Of several names of runs, which no job of one folder has, those of the last
+    line.
     """
     starts = folder.starts
     timelines, energy = folder.timelines, folder.energy
     runs = [read.labels.run for read in timelines.iterations]
-    runs += [window.run for window in folder.windows]
+    runs += [window.run for window in folder.energy.windows]
     name = name_of_run(runs[-1]) if runs else ""
+    of_job_file = folder.last_start.endswith(starts)
 
     def own(run: object) -> bool:
         run = str(run)
-        of_start = not starts or run.endswith(starts) or name_of_run(run) == run
+        of_start = run.endswith(starts) == of_job_file or name_of_run(run) == run
         return of_start and name_of_run(run) == name
 
     runs += [read.labels.run for read in timelines.clocks]

@@ -76,7 +76,7 @@ def comparison_section(facts: ReportFacts) -> Section:
     rows = (
         (
             name, str(step.num_gpus), f"{step.mean.iterations:.0f}", f"{step.mean.time_s:.4f}",
-            _energy(step), _power(step),
+            _energy(step), "not known" if (w := step.mean.power_w) is None else f"{w:.1f}",
         )
         for name, step in named
     )  # fmt: skip
@@ -86,7 +86,7 @@ def comparison_section(facts: ReportFacts) -> Section:
         lines = said, *facts.account
     if facts.changed_nothing:
         said = "Neither clocks nor order were changed: what differs here is chance."
-        lines = (*((said,) if facts.baseline and facts.steady else ()), *facts.account[-1:])
+        lines = (*((said,) if len(named) > 1 else ()), *facts.account[-1:])
     return Section(RESULT, header, tuple(rows), lines)
 
 
@@ -153,10 +153,10 @@ def _bubble_lines(found: Bubbles, waiting_w: tuple[float, ...] | None) -> Iterat
 
 
 def _stages(bill: Bill | None) -> Section:
-    """Show a step of the baseline and a steady one, on the mean GPU of each stage."""
+    """Show a step of the warm-up and a steady one, on the mean GPU of each stage."""
     header = ("", "stage", "GPUs", "energy (J)", "units (s)", "receives (s)", "rest (s)")
     rows = []
-    for name, phase in (("baseline", Phase.WARMUP), ("steady", Phase.STEADY)):
+    for phase in (Phase.WARMUP, Phase.STEADY):
         stages = defaultdict[int, list[EnergySums]](list)
         for own in bill.of_phase(phase) if bill else ():
             if own.last and own.last.stage is not None and own.steps:
@@ -165,8 +165,8 @@ def _stages(bill: Bill | None) -> Section:
             total = total_of(sums)
             shares_s = [f"{share_s / total.steps:.4f}" for share_s in total.known_shares_s or ()]
             energy_j = f"{total.energy_j / total.steps:.1f}"
-            blank = [""] * len(SHARES)
-            rows.append((name, str(stage), str(num_gpus(sums)), energy_j, *(shares_s or blank)))
+            times = shares_s or [""] * len(SHARES)
+            rows.append((phase.value, str(stage), str(num_gpus(sums)), energy_j, *times))
     return Section("Stages: an iteration on one GPU", header, tuple(rows))
 
 
@@ -247,11 +247,6 @@ def _energy(step: StepFacts) -> str:
     if uncertainty_j is None:
         return f"{step.energy_j:.1f}"
     return f"{step.energy_j:.1f} +- {1.96 * step.num_gpus * uncertainty_j:.1f}"
-
-
-def _power(step: StepFacts) -> str:
-    known = step.mean.power_w is not None and step.num_gpus
-    return f"{step.mean.power_w:.1f}" if known else "not known"
 
 
 def to_markdown(title: str, sections: Iterable[Section], command: str = "report") -> str:

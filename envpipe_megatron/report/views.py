@@ -49,7 +49,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "worth is in the tables of bubbles and levels.",
             [bubbles_chart(facts.bubbles)],
         )
-    if steps := step_charts(folder.windows):
+    if steps := step_charts(folder.energy.windows):
         yield View(
             "iterations",
             "Iterations of the job",
@@ -57,7 +57,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "are shaded.",
             steps,
         )
-    power = power_chart(folder.windows)
+    power = power_chart(folder.energy.windows)
     if power is not None:
         yield View(
             "power",
@@ -183,20 +183,14 @@ def _looks(
 
 def valley_chart(profile: Profile) -> Chart:
     """Draw the energy of a microbatch (forward and backward of all chunks) over the clock."""
-    valleys = [profile.valley_j(stage) for stage in range(profile.num_stages)]
-    stages = [f"stage {stage}" for stage in range(profile.num_stages)]
-    named = list(zip(stages, series_colours(len(stages)), valleys, strict=True))
-    lines = [(*names, [*valley], [*valley.values()]) for *names, valley in named]
-    dots = [(*names, *point) for *names, valley in named for point in valley.items()]
-    best = [min(valley.items(), key=lambda at: (at[1], -at[0])) for valley in valleys if valley]
-    tips = ("", "@name"), ("MHz", "@x"), ("J", "@y{0.000}")
-    marks = [
-        Marks("line", "", GREY, columns_of("name colour x y", lines)),
-        Marks("dot", "", GREY, columns_of("x y", best), marker="diamond", size=11),
-        Marks("dot", "", GREY, columns_of("name colour x y", dots), tips, size=4),
-    ]
+    valleys = {
+        f"stage {stage}": [*profile.valley_j(stage).items()] for stage in range(profile.num_stages)
+    }
+    best = [min(valley, key=lambda at: (at[1], -at[0])) for valley in valleys.values() if valley]
+    lines, dots = _curves(valleys, [("", "@name"), ("MHz", "@x"), ("J", "@y{0.000}")], size=4)
+    diamonds = Marks("dot", "", GREY, columns_of("x y", best), marker="diamond", size=11)
     label, title = "energy of a microbatch (J)", "diamonds: the clock of the least energy"
-    return Chart("energy_valley", "SM clock (MHz)", label, marks, title)
+    return Chart("energy_valley", "SM clock (MHz)", label, [lines, diamonds, dots], title)
 
 
 def frontier_of(plan: Plan) -> list[Plan]:
@@ -252,12 +246,20 @@ def frontier_charts(plans: Sequence[Plan], ran: Plan | None = None) -> list[Char
 
 def configurations_chart(frontiers: Mapping[str, Sequence[tuple[float, float]]]) -> Chart:
     """Draw energy over time of the plans of each configuration, by its name."""
-    named = list(zip(frontiers, series_colours(len(frontiers)), frontiers.values(), strict=True))
-    lines = [(*names, *zip(*points, strict=True)) for *names, points in named]
-    dots = [(*names, *point) for *names, points in named for point in points]
-    marks = [
-        Marks("line", "", GREY, columns_of("name colour x y", lines)),
-        Marks("dot", "", GREY, columns_of("name colour x y", dots)),
-    ]
     label = "energy of all GPUs in an iteration (J)"
-    return Chart("configurations", "iteration time (s)", label, marks)
+    return Chart("configurations", "iteration time (s)", label, _curves(frontiers))
+
+
+def _curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    tips: Sequence[tuple[str, str]] = (),
+    size: int = 5,
+) -> list[Marks]:
+    """Mark the lines of named curves, each in a colour, and their points."""
+    named = list(zip(curves, series_colours(len(curves)), curves.values(), strict=True))
+    lines = [(*names, *map(list, zip(*own, strict=True))) for *names, own in named if own]
+    dots = [(*names, *point) for *names, points in named for point in points]
+    return [
+        Marks("line", "", GREY, columns_of("name colour x y", lines)),
+        Marks("dot", "", GREY, columns_of("name colour x y", dots), tips, size=size),
+    ]

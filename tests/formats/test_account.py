@@ -6,11 +6,14 @@ from math import inf, nan
 import pytest
 from energy_lines import bill, job, window
 
-from envpipe_megatron.formats.account import NO_TARIFF, Tariff, account_lines
+from envpipe_megatron.formats.account import Tariff, account_lines
 from envpipe_megatron.formats.steps import Comparison
 
 #: A step takes 100 J and 0.5 s on each of 4 GPUs; baselines expect 125 J and 0.4 s.
 STEPS = Comparison(0.5, 100.0, 20.0, 0.5, 25.0, 0.5, iterations=9_000)
+
+
+NO_TARIFF = Tariff()
 
 
 def lines_of(tariff=NO_TARIFF, compared=STEPS, tokens=None):

@@ -164,8 +164,8 @@ def test_a_read_that_fails_leaves_the_next_one_whole():
 
 # --- another process reads ----------------------------------------------------------------------
 
-#: It looks when it is asked, and at no other time.
 NEVER_S = 3600.0
+POLL_S = 0.01
 WAIT_S = 60.0
 
 
@@ -179,48 +179,32 @@ def gpu(tmp_path) -> EmulatedGpu:
 
 @pytest.fixture
 def reader(gpu) -> Iterator[EnergyReader]:
-    made = EnergyReader(gpu.address.uid, NEVER_S)
+    made = EnergyReader(gpu.address.uid, POLL_S)
     yield made
     made.close()
 
 
 @pytest.fixture
 def meter(gpu) -> Iterator[EnergyMeter]:
-    made = EnergyMeter(gpu, poll_s=NEVER_S)
+    made = EnergyMeter(gpu, poll_s=POLL_S)
     yield made
     made.close()
 
 
 def test_it_says_each_refresh_once(gpu, reader):
-    assert [*reader.look(WAIT_S)] == [first := gpu.read_energy()]
-    assert [*reader.look(WAIT_S)] == []
+    reader.wait(WAIT_S)
+    assert [*reader.take()] == [first := gpu.read_energy()]
     gpu.advance_to(2.05)
-    assert [*reader.look(WAIT_S)] == [second := gpu.read_energy()]
+    reader.wait(WAIT_S)
+    assert [*reader.take()] == [second := gpu.read_energy()]
     assert second.energy_j > first.energy_j
     assert [*reader.take()] == []
 
 
-def test_a_look_that_could_not_be_asked_for_is_not_waited_for(gpu, reader, monkeypatch):
-    """As where a driver hung for minutes: later looks are over when they are answered."""
-    list(reader.look(WAIT_S))
-
-    def full(*_: object) -> None:
-        raise BlockingIOError
-
-    with monkeypatch.context() as hanging:
-        hanging.setattr(energy_counter, "send", full)
-        list(reader.look(0.01))
-    gpu.advance_to(2.05)
-    before_s = time.monotonic()
-    assert [*reader.look(WAIT_S)] == [gpu.read_energy()]
-    assert time.monotonic() - before_s < WAIT_S
-
-
-@pytest.mark.parametrize(("most", "looks"), [(4, [0, 1, 2, 3]), (2, [2, 3])])
-def test_what_a_full_socket_refuses_is_said_later(monkeypatch, most, looks):
+@pytest.mark.parametrize(("most", "kept"), [(4, [0, 1, 2, 3]), (2, [2, 3])])
+def test_what_a_full_socket_refuses_is_said_later(monkeypatch, most, kept):
     """And is looked at meanwhile: a rank may take nothing for minutes, or for days."""
     gpu, sent, full = FakeGpu(), [], [True, True, False, True]
-    asked: list[bool] = []
     monkeypatch.setattr(energy_counter, "_MOST_WAITING", most)
     if most == 2:
         full[:] = [True] * 3
@@ -232,29 +216,19 @@ def test_what_a_full_socket_refuses_is_said_later(monkeypatch, most, looks):
 
     def wait(*_: object) -> tuple[list[int], ...]:
         gpu.now_s += 0.1
-        asked[:] = [True]
-        return ([0],)
-
-    def receive(_: socket.socket) -> dict | None:
-        if gpu.now_s > 0.35:
-            return None  # the rank has ended
-        if asked and asked.pop():
-            return {"op": "look"}
-        raise BlockingIOError
+        return ([0] * (gpu.now_s > 0.35),)  # the rank has ended
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(energy_counter, "_RANK", theirs.detach())
     monkeypatch.setattr(energy_counter, "open_gpu", lambda address: gpu)
     monkeypatch.setattr(energy_counter, "send", send)
-    monkeypatch.setattr(energy_counter, "receive", receive)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(energy_counter.select, "select", wait)
     order = {"uid": gpu.address.uid, "poll_s": 0.0, "parent": os.getppid()}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
     energy_counter.main()
     ours.close()
-    assert [message["looks"] for message in sent] == looks
-    assert [message["reading"][0] for message in sent] == pytest.approx([10 * n for n in looks])
+    assert [message["reading"][0] for message in sent] == pytest.approx([10 * n for n in kept])
 
 
 def test_a_failure_of_any_length_is_said(monkeypatch):
@@ -277,6 +251,7 @@ def test_a_failure_of_any_length_is_said(monkeypatch):
 
 
 def test_windows_are_those_of_a_meter_of_this_process(gpu, meter):
+    gpu.read_apart = False
     own = EnergyMeter(gpu, poll_s=NEVER_S)
     for end_s in (1.3, 1.6, 2.2, 3.4):
         gpu.advance_to(end_s)
@@ -290,9 +265,8 @@ def test_windows_are_those_of_a_meter_of_this_process(gpu, meter):
 def test_what_it_sees_in_a_long_step_is_taken_in(gpu, monkeypatch):
     """Its socket holds the refreshes of half a minute, and nobody asks for any in a step."""
     monkeypatch.setattr(energy_meter, "_TAKE_S", 0.01)
-    meter = EnergyMeter(gpu, poll_s=NEVER_S)
+    meter = EnergyMeter(gpu, poll_s=POLL_S)
     gpu.advance_to(2.2)
-    energy_counter.send(meter._reader._connection, {"op": "look"})
     look_until(lambda: meter._times_s[-1] == gpu.read_energy().time_s)
     meter.close()
 
@@ -310,7 +284,7 @@ def test_a_thread_goes_on_where_the_reader_is_killed(gpu, meter):
 
 def test_a_thread_goes_on_at_once_though_nobody_asks(gpu, monkeypatch):
     monkeypatch.setattr(energy_meter, "_TAKE_S", NEVER_S)
-    meter = EnergyMeter(gpu, poll_s=0.01)
+    meter = EnergyMeter(gpu, poll_s=POLL_S)
     os.kill(meter._reader._process.pid, signal.SIGKILL)
     gpu.advance_to(2.2)
     look_until(lambda: meter._times_s[-1] == gpu.read_energy().time_s)
@@ -336,20 +310,17 @@ def test_failures_are_said_and_get_over(gpu, meter):
     state = gpu._file.path
     kept = state.read_bytes()
     state.unlink()
-    meter.catch_up()
-    _ = meter.last_refresh_s
-    assert str(state) in str(meter.error)
+    look_until(lambda: meter.last_refresh_s and str(state) in str(meter.error))
     state.write_bytes(kept)
     gpu.advance_to(3.0)
-    meter.catch_up()
+    look_until(lambda: meter.last_refresh_s == gpu.read_energy().time_s)
     assert meter.error is None
-    assert meter.last_refresh_s == gpu.read_energy().time_s
 
 
 def test_it_outlives_what_is_meant_for_ranks_and_what_python_prints(gpu, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("print('of a test')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    meter = EnergyMeter(gpu, poll_s=NEVER_S)
+    meter = EnergyMeter(gpu, poll_s=POLL_S)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         meter._reader._process.send_signal(number)
     gpu.advance_to(2.2)
@@ -378,11 +349,11 @@ def test_it_ends_with_its_meter(meter):
     assert meter.last_refresh_s > 0
 
 
-@pytest.mark.parametrize("poll_s", [NEVER_S, 0.01])
+@pytest.mark.parametrize("poll_s", [NEVER_S, POLL_S])
 def test_it_ends_with_its_rank(gpu, poll_s):
     def run():
         reader = EnergyReader(gpu.address.uid, poll_s)
-        list(reader.look(WAIT_S))
+        reader.wait(WAIT_S)
         tell.send(reader._process.pid)
         signal.pause()
 

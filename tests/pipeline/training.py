@@ -168,6 +168,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
 def _counted(put_off: list[int], fault: str) -> Iterator[None]:
     """Count weight gradients of second parts, and let something go wrong."""
     second_part, backward = split_backward.second_part, MegatronWork.backward
+    finish_grads = MegatronWork.finish_grads
 
     def counted(waiting: Any) -> None:
         put_off.append(len(waiting))
@@ -187,9 +188,14 @@ def _counted(put_off: list[int], fault: str) -> Iterator[None]:
             raise RuntimeError("the whole backward of a test")
         return [(1 + 2**-10) * each for each in sent] if fault == IN_INTERPRETER else sent
 
+    def finish(work: Any, *, broken_off: bool) -> None:
+        assert not work._kept  # behind an error too, for messages need the memory
+        finish_grads(work, broken_off=broken_off)
+
     with (
         patch.object(split_backward, "second_part", counted),
         patch.object(MegatronWork, "backward", run_backward),
+        patch.object(MegatronWork, "finish_grads", finish),
     ):
         yield
 

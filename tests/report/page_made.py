@@ -61,7 +61,7 @@ def folder(path: Path) -> RunFolder:
         EnergyLogs(tuple(windows(recorded)), 0, ()),
         made.profile,
         made,
-        (), None, None, (),
+        (), None, (), (),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from page_made import MICROBATCHES, STAGES, STEPS, two_pipelines
 from run_made import BACKWARD_S, FORWARD_S, iterations
 
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.formats.account import NO_TARIFF, account_lines
+from envpipe_megatron.formats.account import Tariff, account_lines
 from envpipe_megatron.formats.steps import Comparison
 from envpipe_megatron.report.bubbles import find_bubbles
 from envpipe_megatron.report.facts import ReportFacts
@@ -124,8 +124,8 @@ def test_iterations_of_another_order_are_not_counted():
 
 
 COMPARED = Comparison(0.2, 40.0, 12.0, 0.1, -10.0, 0.2)
-ACCOUNT = tuple(account_lines(bill(window()), NO_TARIFF, {"": COMPARED}))
-FACTS = ReportFacts((), *STEPS, COMPARED, ACCOUNT)
+ACCOUNT = tuple(account_lines(bill(window()), Tariff(), {"": COMPARED}))
+FACTS = ReportFacts((STEPS[1],), *STEPS, COMPARED, ACCOUNT)
 
 
 @pytest.mark.parametrize("changed_nothing", [True, False])

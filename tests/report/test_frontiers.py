@@ -46,8 +46,8 @@ def test_a_frontier_shows_plans_bound_baseline_and_power():
 def test_each_configuration_is_a_line():
     marks, dots = configurations_chart({"a": [(1.0, 5.0), (2.0, 4.0)], "b": [(3.0, 2.0)]}).marks
     assert marks.columns["name"] == ["a", "b"]
-    assert marks.columns["x"] == [(1.0, 2.0), (3.0,)]
-    assert marks.columns["y"] == [(5.0, 4.0), (2.0,)]
+    assert marks.columns["x"] == [[1.0, 2.0], [3.0]]
+    assert marks.columns["y"] == [[5.0, 4.0], [2.0]]
     assert dots.columns["name"] == ["a", "a", "b"], "one plan is no line"
 
 
@@ -75,5 +75,5 @@ def test_a_stage_without_common_clocks_has_no_valley():
     ]
     chart = valley_chart(make_profile(rows, source="test"))
     lines, *others = chart.marks
-    assert lines.columns["x"] == [[]]
+    assert lines.columns["x"] == []
     assert not any(marks.columns["x"] for marks in others)

@@ -11,12 +11,13 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import half_split
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import TimelineLogs
 from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.report import facts as facts_module
 from envpipe_megatron.report.bubbles import _times, find_bubbles, predict
-from envpipe_megatron.report.facts import report_facts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.summary import sections_of
 
@@ -35,38 +36,40 @@ def window(rank, first, last, *, energy_j, phase="steady", run=FIRST):
     )  # fmt: skip
 
 
+def report_facts(of):
+    return facts_module.report_facts(of, Tariff())
+
+
 def folder(*lines, **more):
-    known = dict.fromkeys(("profile", "plan", "summary", "job")) | more
+    known = dict.fromkeys(("profile", "plan", "summary")) | {"starts": ()} | more
     logs = EnergyLogs(lines, 0, ())
     return RunFolder(Path("job"), TimelineLogs(), logs, clocks=(), missing=(), **known)
 
 
-def job_of(baseline):
-    return {"baselines": {"": {"mean": baseline}}}
-
-
-def test_a_job_that_was_killed_before_its_steady_phase_has_its_baseline():
+def test_a_job_that_was_killed_before_its_steady_phase_has_its_warm_up():
     lines = [window(rank, 0, 3, energy_j=800, phase="warm-up") for rank in range(4)]
     facts = report_facts(folder(*lines))
-    assert facts.steady is None
-    assert facts.baseline.num_gpus == 4
-    assert facts.baseline.energy_j == pytest.approx(4 * 200)
-    assert facts.baseline.mean.power_w == pytest.approx(100)
+    assert (facts.steady, facts.baseline, facts.compared) == (None, None, None)
+    (warm_up,) = facts.phases
+    assert (warm_up.num_gpus, warm_up.energy_j) == (4, pytest.approx(4 * 200))
+    assert warm_up.mean.power_w == pytest.approx(100)
 
 
-def test_a_baseline_of_which_no_gpu_was_metered_has_no_power():
-    told = {"time_s": 2.0, "iterations": 3, "energy_j": 200.0}
-    told |= dict.fromkeys(("time_uncertainty_s", "metering_uncertainty_j"))
-    lines = [window(0, 4, 5, energy_j=300, phase="profile")]
-    facts = report_facts(folder(*lines, job=job_of(told)))
-    assert facts.baseline.mean.time_s == 2.0
-    assert facts.baseline.energy_j is None
+def test_what_was_compared_with_no_baseline_is_in_the_report_as_in_the_bill():
+    """With the warm-up, whose first step is slow, all would seem to save."""
+    lines = [window(0, 0, 3, energy_j=1600, phase="warm-up"), window(0, 4, 7, energy_j=800)]
+    facts = report_facts(folder(*lines))
+    assert (facts.baseline, facts.compared) == (None, None)
+    assert [line.partition(":")[0] for line in facts.account] == ["energy of 1 GPUs"]
+    (result, *_) = sections_of(folder(*lines), facts, (), {})
+    assert result.lines[0].startswith("Nothing to compare")
 
 
 def test_windows_alone_tell_of_how_many_iterations_their_baseline_is():
     baseline = StepEnergy(3, 2.0, 0.0, 400.0, 0.1)
     facts = report_facts(folder(replace(window(0, 4, 11, energy_j=1600), baseline=baseline)))
     assert (facts.baseline.mean.iterations, facts.steady.mean.iterations) == (3, 8)
+    assert facts.baseline.energy_j == 400
     assert facts.compared.saving_percent == 50
 
 
@@ -122,33 +125,10 @@ def test_a_start_that_asked_for_something_else_is_in_no_figure():
     assert facts.steady.mean.iterations == 20, "starts without names cannot be told apart"
 
 
-def test_the_present_jobs_baseline_is_not_that_of_an_earlier_jobs_summary():
-    step = {"iterations": 3, "time_uncertainty_s": 0.0, "metering_uncertainty_j": 0.1}
-    new, old = ({**step, "time_s": 2.0, "energy_j": joules} for joules in (400.0, 800.0))
-    lines = [window(0, 0, 3, energy_j=800, phase="warm-up"), window(0, 4, 7, energy_j=800)]
-    known = {"job": job_of(new), "summary": {"baseline": old}}
-    assert saved_percent(folder(*lines, **known)) == 50
-    assert saved_percent(folder(*lines, summary={"baseline": old})) == 75
-    # The job was killed before it could tell: its warm-up stands in, which takes as much.
-    for damaged in ({}, None, [1], {"": None}, {"": {"mean": [2]}}):
-        killed = known | {"job": {"baselines": damaged}}
-        assert saved_percent(folder(*lines, **killed)) == 0
-
-
-def saved_percent(of):
-    return report_facts(of).compared.saving_percent
-
-
 @pytest.mark.parametrize("known", [100, 0, None, "damaged"])
 def test_a_job_without_an_agent_has_its_tokens_from_its_summary(known):
-    step = {"iterations": 3, "time_uncertainty_s": 0.0, "metering_uncertainty_j": 0.1}
-    baseline = {**step, "time_s": 2.0, "energy_j": 400.0}
-    told = report_facts(
-        folder(
-            window(0, 4, 7, energy_j=800),
-            summary={"baseline": baseline, "tokens_per_iteration": known},
-        )
-    ).account[0]
+    line = replace(window(0, 4, 7, energy_j=800), baseline=StepEnergy(3, 2.0, 0.0, 400.0, 0.1))
+    told = report_facts(folder(line, summary={"tokens_per_iteration": known})).account[0]
     assert ("a token" in told) == (known == 100)
 
 

@@ -51,7 +51,11 @@ def test_lines_that_are_nested_too_deep_or_of_others_are_torn_ones(tmp_path):
     put_timeline(tmp_path)
     put_energy(tmp_path)
     folder = read_run_folder(tmp_path)
-    assert (len(folder.timelines.iterations), len(folder.windows), folder.clocks) == (1, 1, ())
+    assert (len(folder.timelines.iterations), len(folder.energy.windows), folder.clocks) == (
+        1,
+        1,
+        (),
+    )
     assert len(lacks(folder, "1 torn or foreign lines")) == 2
     assert lacks(folder, "6 torn or foreign lines were passed over: clocks.jsonl:1, ")
 
@@ -102,13 +106,26 @@ def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path
         append_line(tmp_path / "clocks.jsonl", {"run": run, "backend": "dry_run"})
     folder = read_run_folder(tmp_path)
     assert [read.labels.run for read in folder.timelines.iterations] == [NEW, ""]
-    assert [each.run for each in folder.windows] == [NEW, ""]
+    assert [each.run for each in folder.energy.windows] == [NEW, ""]
     assert [entry["run"] for entry in folder.clocks] == [NEW, ""]
     assert lacks(folder, "3 lines of other jobs")
     put_job(tmp_path, OLD, NEW)
     folder = read_run_folder(tmp_path)
-    assert len(folder.windows) == 3
+    assert len(folder.energy.windows) == 3
     assert not lacks(folder, "other jobs")
+
+
+def test_a_job_that_only_measured_last_is_the_present_one_and_in_no_job_file(tmp_path):
+    put_job(tmp_path, OLD)
+    put_summary(tmp_path, only_measures=True, started=NEW)
+    for run in (OLD, NEW):
+        put_timeline(tmp_path, run=run, frequency_mhz=[1410, 1200])
+        put_energy(tmp_path, run=run)
+    folder = read_run_folder(tmp_path)
+    assert [read.labels.run for read in folder.timelines.iterations] == [NEW]
+    assert [each.run for each in folder.energy.windows] == [NEW]
+    assert folder.changed_nothing
+    assert lacks(folder, "2 lines of other jobs")
 
 
 def test_of_several_runs_in_the_folder_the_last_is_reported(tmp_path):
@@ -117,7 +134,7 @@ def test_of_several_runs_in_the_folder_the_last_is_reported(tmp_path):
         put_energy(tmp_path, run=f"{run} {NEW}")
     folder = read_run_folder(tmp_path)
     assert [read.labels.run for read in folder.timelines.iterations] == ["envpipe"]
-    assert [each.run for each in folder.windows] == [f"envpipe {NEW}"]
+    assert [each.run for each in folder.energy.windows] == [f"envpipe {NEW}"]
     assert lacks(folder, "2 lines of other jobs")
 
 
@@ -172,7 +189,7 @@ def test_a_file_without_a_line_takes_no_other_files_energies(tmp_path):
     put_energy(tmp_path, file="energy.n1.jsonl")
     (tmp_path / "energy.n2.jsonl").write_text('{"format": "envpipe-en')
     folder = read_run_folder(tmp_path)
-    assert len(folder.windows) == 1
+    assert len(folder.energy.windows) == 1
     assert lacks(folder, "energy.n2.jsonl")
 
 
@@ -192,7 +209,7 @@ def test_files_of_another_version_are_named_and_left_out(tmp_path):
     for name, known in (("summary.json", SUMMARY_FORMAT), ("job.json", JOB_FORMAT)):
         (tmp_path / name).write_text('{"format": "envpipe-other/9", "starts": ["x"]}')
         folder = read_run_folder(tmp_path)
-        assert (folder.summary, folder.job) == (None, None)
+        assert (folder.summary, folder.starts) == (None, ())
         assert known in lacks(folder, f"{name} cannot be used")[0]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
@@ -100,12 +99,6 @@ def _drop_empty_torchrun_variables() -> None:
         del os.environ[name]
 
 
-def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if value in ("", ".", "..") or "/" in value:
-        raise click.BadParameter(f"{value!r} cannot be a part of file names.")
-    return value
-
-
 @click.command(
     cls=_SplitFirst,
     help=_HELP,
@@ -123,9 +116,8 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
 )
 @click.option(
     "--node-name",
-    default=socket.gethostname,
+    default="",
     show_default="the host's name",
-    callback=_file_name,
     help="This node's name in the bill and in file names.",
 )
 @click.option(
@@ -204,6 +196,7 @@ def launch(
     line = CommandLine(options, ctx.obj)
     settings["job_name"] = settings["job_name"] or settings["output_dir"].resolve().name
     if hostfile is None:
+        settings["node_name"] = settings["node_name"] or socket.gethostname()
         plan = options_here(line)
         if dry_run:
             _show("this node", (*TORCHRUN, *plan.arguments), plan)
@@ -211,7 +204,7 @@ def launch(
         if dry_run:
             return
         ctx.exit(run_node(plan.arguments, NodeSettings(**settings)))
-    if ctx.get_parameter_source("node_name") is ParameterSource.COMMANDLINE:
+    if settings["node_name"]:
         raise EnvPipeError(
             "--node-name names one node, and --hostfile starts several",
             value=settings["node_name"],

@@ -143,6 +143,11 @@ class MegatronWork:
         if (kept := self._kept.get(_key(unit))) is not None:
             deallocate_output_tensor(kept[1][0], self._config.deallocate_pipeline_outputs)
 
+    def drop(self) -> None:
+        """Free activations, and what second parts need: no unit will run."""
+        self._kept.clear()
+        self._put_off.clear()
+
     def finish_grads(self, *, broken_off: bool) -> None:
         """Launch the gradient reductions that no backward launched."""
         self._reduction.finish(broken_off=broken_off)

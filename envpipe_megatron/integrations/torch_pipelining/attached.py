@@ -234,11 +234,7 @@ class AttachedPipeline(LeveledJob):
         seen, self._units.seen = UnitRecorder(), set()
         if self._units.why_whole == {}:  # else a first step has failed
             # Of what was wrapped behind `attach`. A trial is of all ranks of a stage, or of none.
-            own_reason = known_reason(self._stages), int(self._schedule._n_microbatches)
-            reasons, counts = zip(*of_all_ranks(own_reason), strict=True)
-            why = max(reasons) or NOT_TRIED
-            if len(set(counts)) > 1:
-                why = "ranks had other numbers of microbatches in the first step"
+            why = max(of_all_ranks(known_reason(self._stages))) or NOT_TRIED
             self._units.why_whole = dict.fromkeys(range(len(self._stages)), why)
         self._units.reporter = seen
         try:

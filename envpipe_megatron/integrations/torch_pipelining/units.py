@@ -44,7 +44,6 @@ _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
 #: How often a backward is tried both ways: kernels may repeat themselves by chance.
 _TRIES = 4
 NOT_TRIED = "none was tried in two parts"
-_HOOKS = "hooks, which a trial of the parts would call, too"
 
 
 #: State that units may change beside their outputs and gradients, and the effect of another order.
@@ -163,7 +162,7 @@ class Units:
         if called:
             self._against[chunk] = f"torch would compute {called[0]} again for each of its weights"
         elif forward and hooks != RemovableHandle.next_id:
-            self._against[chunk] = f"a forward sets {_HOOKS}"
+            self._against[chunk] = "hooks of a backward, which a trial would call, too"
         return result
 
     def _look_at_parts(self, stage: Any, chunk: int, microbatch: int | None, loss: Any) -> None:
@@ -213,8 +212,6 @@ def known_reason(stages: Sequence[Any]) -> str:
                 wrappers.append(type(module).__name__)
             if wrappers:
                 return f"with {wrappers[0]} their parts are not shown to give the same gradients"
-            if module._backward_hooks or module._backward_pre_hooks:
-                return f"modules have backward {_HOOKS}"
         if stage.dw_builder is not None:
             return "a stage has a dw_builder of its own"
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
@@ -306,6 +303,11 @@ def calls_of_modules() -> Iterator[list[str]]:
         hook.remove()
 
 
+def _free_bytes(device: torch.device) -> float:
+    """Return what the driver has left: for more, torch would wait for all of the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+
+
 def _reason_of_graph(
     outputs: Sequence[torch.Tensor], inputs: Sequence[Any], weights: Sequence[torch.Tensor]
 ) -> str:
@@ -333,9 +335,7 @@ def _reason_of_graph(
     room_bytes = sum(2 * _local(each).nbytes for each in weights) + sum(
         math.prod(each.shape) * each.dtype.itemsize for each in (*held, *met)
     )
-    try:  # the allocator keeps it
-        torch.empty(room_bytes, dtype=torch.uint8, device=outputs[0].device)
-    except torch.OutOfMemoryError:
+    if room_bytes > _free_bytes(outputs[0].device):
         return "memory has no room to try it in two parts"
     return ""
 

@@ -64,18 +64,14 @@ class NodeAgent:
     """
 
     def __init__(self, output_dir: Path, node: str) -> None:
+        self.log = NodeLog(output_dir, node)
         self.address = f"envpipe-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.ExitStack() as half_made:
-            half_made.callback(self._listener.close)
-            self._listener.bind(f"\0{self.address}")
-            self._listener.listen(_BACKLOG)
-            self._listener.setblocking(False)
-            self.log = NodeLog(output_dir, node)
-            half_made.pop_all()
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
         self.gpus = NodeGpus(self.log)
         self.uplink = Uplink(self.log)
-        self.log.grown = self.uplink.grown
         self.control: dict[str, Any] | None = None
         self._collector = Collector()
         #: What serves each connected rank, and has its name; and what serves them all.
@@ -229,7 +225,7 @@ class NodeAgent:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
         await asyncio.gather(*map(self.gpus.bill_up_to_now, self.gpus.ledgers()))
         self.log.attempt(self.log.note, ENDED, exit_code=exit_code)
-        if self.uplink.sends:
+        if self.uplink.endpoint is not None:
             await self._holds(self.uplink.knows_all, wait_s)
         if not self._collector.is_the_jobs:
             return []

@@ -144,13 +144,18 @@ class Collector:
 
 
 class Uplink:
-    """Sends what the log has and the collector has not, until it is stopped."""
+    """Sends what the log has and the collector has not, until it is stopped.
+
+    Attributes:
+        endpoint: the collector; None before the first.
+    """
 
     def __init__(self, log: NodeLog) -> None:
         self._log = log
-        self._endpoint: Any = None
+        self.endpoint: Any = None
         self._task: asyncio.Task[None] | None = None
         self._grown = asyncio.Event()
+        log.grown = self._grown.set
         #: Bytes that the collector is known to have.
         self.known_bytes = 0
         #: Why nothing can be sent; empty if it can.
@@ -158,22 +163,13 @@ class Uplink:
 
     def send_to(self, endpoint: Any) -> None:
         """Send to a collector from here on; the same one twice changes nothing."""
-        if endpoint == self._endpoint:
+        if endpoint == self.endpoint:
             return
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self.known_bytes = 0
         if self._task is not None:
             self._task.cancel()
         self._task = asyncio.create_task(self._run())
-
-    def grown(self) -> None:
-        """Note that the log has more."""
-        self._grown.set()
-
-    @property
-    def sends(self) -> bool:
-        """Return whether it was given a collector."""
-        return self._task is not None
 
     def knows_all(self) -> bool:
         """Return whether the collector has the whole log."""
@@ -210,7 +206,7 @@ class Uplink:
         """Send until the connection ends, which is an error."""
         async with asyncio.timeout(_ANSWER_S):
             reader, writer = await asyncio.open_connection(
-                self._endpoint["host"], self._endpoint["port"], happy_eyeballs_delay=_NEXT_ADDRESS_S
+                self.endpoint["host"], self.endpoint["port"], happy_eyeballs_delay=_NEXT_ADDRESS_S
             )
         try:
             while True:
@@ -242,7 +238,7 @@ class Uplink:
         data = self._log.read(at, most_bytes)
         lines = _added_up(data) if is_earlier else data
         return {
-            "token": self._endpoint["token"],
+            "token": self.endpoint["token"],
             "node": self._log.node,
             "log": self._log.identity,
             "at": at,

@@ -52,7 +52,7 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
     refuse_foreign(output, [SUMMARY_FILE, PAGE_FILE, *stills], TRACE_FILE)
     output.mkdir(parents=True, exist_ok=True)
     trace = write_trace(
-        output / TRACE_FILE, folder.timelines, folder.windows, dry_run=folder.dry_run
+        output / TRACE_FILE, folder.timelines, folder.energy.windows, dry_run=folder.dry_run
     )
     for name, view in stills.items():
         save(view.charts, f"{view.title}{mark}", output / name)

@@ -12,6 +12,7 @@ import logging
 import math
 import statistics
 import threading
+import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
-from envpipe_megatron.gpu.energy_counter import EnergyReader, ReaderGoneError
+from envpipe_megatron.gpu.energy_counter import FRESH_S, EnergyReader, ReaderGoneError
 from envpipe_megatron.tuning.measured.powers import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
@@ -136,10 +137,10 @@ class EnergyMeter:
             return np.array(self._times_s[first:]), np.array(self._energies_j[first:])
 
     def catch_up(self) -> None:
-        """Have the meter look at the counter now, and return when it has.
+        """Return when the meter has seen the counter of now, as of `FRESH_S` ago at most.
 
         For the end of a window that matters outside the loop of training: the caller waits for a
-        read (3.4 ms on an H200), and for a second at most if the driver hangs.
+        refresh (0.1 s on an H200), and for a second at most if the driver hangs.
         """
         self._look(_LOOK_TIMEOUT_S)
 
@@ -227,9 +228,14 @@ class EnergyMeter:
             yield
 
     def _look(self, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
         with self._lock:
-            if self._reader is not None:
-                self._take(self._reader.look(timeout_s))
+            fresh_s = self._gpu.time_s() - FRESH_S if self._reader else 0.0
+            while self.last_refresh_s < fresh_s and self.error is None and self._reader:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._reader.wait(left_s)
             if self._reader is not None:
                 return
             if self._looking is None or not self._looking.is_alive():  # else the driver hangs

@@ -232,6 +232,10 @@ class StageWork(Protocol):
         """Free what only the unit's output needed: it is in the channel."""
         return
 
+    def drop(self) -> None:
+        """Free what waits for backwards: no unit will run."""
+        return
+
 
 def execute(
     work: StageWork,
@@ -336,7 +340,8 @@ class Rehearsal:
             except Exception as error:
                 logger.warning("Order %s is not tried to its end", self.order.name, exc_info=True)
                 self.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-                self._work = None  # it holds activations, and the framework's runs need the memory
+                self._work.drop()  # the memory is needed by messages, and the framework's runs
+                self._work = None
         return None
 
     def _zeros(self, kind: Kind) -> list[torch.Tensor]:

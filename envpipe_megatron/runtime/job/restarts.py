@@ -141,12 +141,13 @@ class JobFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def resume(self, options: JobOptions, num_stages: int, gpu: Gpu) -> None:
+    def resume(self, options: JobOptions, num_stages: int, gpu: Gpu, *, keeps: bool = True) -> None:
         """Find what an earlier start left that still holds; every rank calls it.
 
         Where the stored job is another one, of another version or damaged, the job starts over,
         with a warning, and the stored one is kept under other names. A job that may be lowered
         touches nothing until it has something to keep: what is stored may be of the lower level.
+        One that never `keeps` anything leaves it as it is.
         """
         if self.path is None or options.fingerprint is None:
             return
@@ -155,7 +156,7 @@ class JobFolder:
         def look() -> tuple[StoredJob, str]:
             found, keys = StoredJob(), job_keys(options, num_stages, num_replicas, gpu)
             try:
-                found = read_job(path, keys)
+                found = read_job(path, keys) if keeps else found
             except Exception as error:  # a kept file may fail in any way, and the job must start
                 why = error if isinstance(error, EnvPipeError) else repr(error)
                 self._make_way = cache(partial(_set_aside, path.parent, self._given, why))
@@ -163,6 +164,8 @@ class JobFolder:
             for before in found.starts[-1:]:  # of a node whose clock may be hours ahead
                 now = max(now, datetime.fromisoformat(before) + timedelta(milliseconds=1))
             started = now.isoformat(timespec="milliseconds")
+            if not keeps:
+                return found, started
             self._job, self._keys = replace(found, starts=(*found.starts, started)), keys
             if found.starts or not options.may_be_lowered:
                 self.keep()

@@ -102,11 +102,11 @@ class Session:
             self._controlled = not gpu.read_only  # on all ranks alike
             #: What the job does, where it was asked for more than it may too.
             self.options = options if self._controlled else options.without_control()
-            if self._controlled or self.options.closed_loop:
-                folder.resume(self.options, num_stages, gpu)
-                if folder.found.phases_done:
-                    done = ", ".join(folder.found.phases_done)
-                    say(f"resumed: {done} of the job started {folder.found.starts[0]} are done")
+            keeps = self._controlled or self.options.closed_loop
+            folder.resume(self.options, num_stages, gpu, keeps=keeps)
+            if folder.found.phases_done:
+                done = ", ".join(folder.found.phases_done)
+                say(f"resumed: {done} of the job started {folder.found.starts[0]} are done")
             if not self._controlled:
                 runs = self.options.order_in_words(options)
                 notes = f"A GPU is opened for reading only: {runs}", self.refused

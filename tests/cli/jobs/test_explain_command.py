@@ -22,8 +22,9 @@ def test_a_command_as_it_starts_the_job():
     assert said["What it gets"][0].startswith("level order: ")
     assert "ranks: 16 on nodes of 8; stages: 4; " in said["What it gets"][-1]
     assert "ranks: 8 on nodes of 8" in explained("--nodes", 1, "--", *command)["What it gets"][-1]
-    no_number = explained("--", "torchrun", "--nnodes", "²", *JOB)
-    assert "ranks: 4 on nodes of 8" in no_number["What it gets"][-1]
+    for no_number in ("gpu", "²"):
+        command_of_all = ("torchrun", "--nnodes=2", f"--nproc-per-node={no_number}", *JOB)
+        assert "ranks: 16 on nodes of 8" in explained("--", *command_of_all)["What it gets"][-1]
     shown = run_well("explain", *command).stdout
     assert shown.startswith("What it gets\n  - level order: ")
     assert (

@@ -98,9 +98,12 @@ def test_a_users_schedule_may_name_a_microbatch_or_leave_it_to_the_stage(backwar
     assert units.why_whole[0] == "torch does not run it in two parts: AttributeError"
 
 
-def test_hooks_that_a_forward_sets_are_called_by_no_trial():
-    x = torch.ones(2, requires_grad=True)
-    stage: Any = Stage(lambda stage: (2 * x).register_hook(print), lambda stage: None)
+@pytest.mark.parametrize("of", ["tensor", "module"])
+def test_hooks_of_backwards_are_called_by_no_trial(of):
+    x, module = torch.ones(2, requires_grad=True), torch.nn.Tanh()
+    module.register_full_backward_hook(lambda *_: None)
+    forwards = {"tensor": lambda _: (2 * x).register_hook(print), "module": lambda _: module(2 * x)}
+    stage: Any = Stage(forwards[of], lambda stage: None)
     stage.is_first, stage.fwd_cache = False, {0: ((2 * x,), [x]), 1: ((2 * x,), [x])}
     stage.submod, stage._retrieve_recv_grads = torch.nn.Linear(1, 1), lambda at: [x.detach()]
     units = Units([stage], str, split=False)
@@ -108,7 +111,7 @@ def test_hooks_that_a_forward_sets_are_called_by_no_trial():
     for microbatch in range(2):
         stage.forward_one_chunk(microbatch)
         stage.backward_one_chunk(microbatch)
-    assert "a forward sets hooks" in units.why_whole[0]
+    assert "hooks of a backward" in units.why_whole[0]
 
 
 def test_an_object_gets_its_own_function_back():

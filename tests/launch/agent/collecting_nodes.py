@@ -53,7 +53,6 @@ class Agent:
     def __init__(self, folder: Path, node: str, gpus: int = 1) -> None:
         self.log = NodeLog(folder, node)
         self.uplink = Uplink(self.log)
-        self.log.grown = self.uplink.grown
         self.gpus = gpus
 
     def append(self, first: int, count: int = 1) -> None:

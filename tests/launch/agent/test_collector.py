@@ -40,7 +40,7 @@ async def test_torn_lines_are_counted_and_passed_over(tmp_path):
 @in_time
 async def test_why_a_collector_does_not_know_all(tmp_path):
     async with collecting() as collector, agents(tmp_path, "a") as (agent,):
-        assert not agent.uplink.sends  # nobody ever said where to
+        assert agent.uplink.endpoint is None  # nobody ever said where to
         assert "runs no collector" in agent.uplink.why_unknown()
         endpoint = await collector.start("localhost")
         agent.uplink.send_to({**endpoint, "token": "wrong"})

@@ -165,7 +165,7 @@ async def test_a_collector_that_is_there_only_later(tmp_path, caplog):
         agent.uplink.send_to(endpoint)
         assert await agent.failure()
         # As if it came up at the place that it was told to be at.
-        agent.uplink._endpoint.update(await collector.start("127.0.0.1"))
+        agent.uplink.endpoint.update(await collector.start("127.0.0.1"))
         await agent.is_known()
         assert agent.uplink.failure == ""
         assert caplog.text.count("will try again") == 1

@@ -264,9 +264,12 @@ child = os.fork()
 if child == 0:
     sys.exit(3)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-device.expect_again(0.2)
+parent = os.getpid()
+device.expect_again(2)  # before that, a busy machine forks
 if os.fork() == 0:
-    time.sleep(1)  # what ends the parent is not the child's
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    time.sleep(0.2)  # what ends the parent is not the child's
     print("the child lives", flush=True)
     os._exit(0)
 threading.Event().wait()
@@ -284,7 +287,8 @@ def test_a_forked_child_ends_as_python_does_and_only_the_parent_is_ended_in_time
 def test_a_side_that_is_closed_leaves_no_thread_and_no_time_behind(monkeypatch):
     before = set(threading.enumerate())
     watched = Watched(monkeypatch)
-    (thread,) = set(threading.enumerate()) - before
+    new = set(threading.enumerate()) - before
+    (thread,) = (each for each in new if each.name == "envpipe-channel")
     watched.side.close()
     thread.join(20)
     assert not thread.is_alive()

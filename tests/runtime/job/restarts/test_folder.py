@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,19 @@ def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_pat
     folder.keep_baselines({"": BASELINE})
     left = {"profile.csv", "profile.json"} if lacks == "fingerprint" else set()
     assert set(files(tmp_path)) == left
+
+
+def test_a_job_that_keeps_nothing_has_a_start_of_its_own_and_leaves_what_is_stored(whole):
+    before = files(whole)
+    folder = JobFolder(whole, alone())
+    config = replace(GREEDY, baseline_steps=3, output=whole, fingerprint={"a": 1})
+    folder.resume(config, 2, FakeGpu(), keeps=False)
+    assert folder.found == StoredJob()
+    assert folder.run_label("mine") == {"run": f"mine {folder.started}"}
+    assert datetime.fromisoformat(folder.started).tzinfo is not None
+    folder.keep_baselines({"": BASELINE})
+    folder.close()
+    assert files(whole) == before
 
 
 def test_every_rank_gets_what_the_planner_found(whole):
