@@ -141,9 +141,7 @@ class JobFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def resume(
-        self, options: JobOptions, num_stages: int, gpu: Gpu, *, keeps: bool = True
-    ) -> None:
+    def resume(self, options: JobOptions, num_stages: int, gpu: Gpu, *, keeps: bool = True) -> None:
         """Find what an earlier start left that still holds; every rank calls it.
 
         Where the stored job is another one, of another version or damaged, the job starts over,
