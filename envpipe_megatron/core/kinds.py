@@ -139,31 +139,27 @@ def unit(kind: Kind, microbatch: int, chunk: int = 0, combined: bool = False) ->
     return Unit(kind, microbatch, chunk, combined)
 
 
-def all_units(num_microbatches: int, num_chunks: int, kinds: Sequence[Kind] = WHOLE) -> list[Unit]:
-    """List every unit that one stage runs: by kind, then chunk, then microbatch."""
-    return [
-        unit(kind, microbatch, chunk)
-        for kind in kinds
-        for chunk in range(num_chunks)
-        for microbatch in range(num_microbatches)
-    ]
-
-
 def places_of(
     stages: Sequence[Sequence[Unit]],
     num_microbatches: int,
     num_chunks: int,
     kinds: Sequence[Kind],
 ) -> NDArray[np.int32]:
-    """Return [num_stages, units_per_stage] the place in `all_units` of each unit of some orders.
+    """Return [num_stages, units_per_stage] the place of each unit of some orders among all.
 
+    Places are by kind, then chunk, then microbatch.
     ScheduleError: a stage lists a unit twice, lacks one, or has one that the job does not have.
     """
 
     def label(own: Unit) -> str:
         return own.label(num_chunks)
 
-    known = all_units(num_microbatches, num_chunks, kinds)
+    known = [
+        unit(kind, microbatch, chunk)
+        for kind in kinds
+        for chunk in range(num_chunks)
+        for microbatch in range(num_microbatches)
+    ]
     code_of = {u: code for code, u in enumerate(known)}
     code_of_id = {id(u): code for u, code in code_of.items()}  # hashing an int is far cheaper
     rows = np.empty((len(stages), len(known)), dtype=np.int32)
@@ -171,7 +167,7 @@ def places_of(
         codes = np.array(
             [code_of_id.get(id(u), -1) for u in order], dtype=np.int32
         )  # -1: not one of the shared units, perhaps an equal one or a combined one
-        for position in np.flatnonzero(codes < 0):
+        for position in np.flatnonzero(codes < 0).tolist():
             own = order[position]
             codes[position] = code_of.get(unit(own.kind, own.microbatch, own.chunk), -1)
         counts = np.bincount(codes + 1, minlength=len(known) + 1)

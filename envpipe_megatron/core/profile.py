@@ -26,32 +26,23 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.fields import Fields, Number
+from envpipe_megatron.core.fields import Fields
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile_rows import (
+    LISTED,
     NOTHING_S,
-    UNCERTAINTY,
     ProfileError,
     ProfileRow,
     SplitBackward,
-    check_power,
     in_order,
-    lines_of,
-    one_gpu,
-    read_row,
-    read_table,
+    read_rows,
     row_name,
+    rows_text,
     whole_backwards,
 )
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_of_fields, sidecar_path
-from envpipe_megatron.files import csv_text, replace_files
-
-COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
-_RANK = "rank"
-_CHUNK = "chunk"
-#: The kinds that a profile's file may list.
-_LISTED = tuple(kind for kind in Kind if kind is not Kind.NOTHING)
+from envpipe_megatron.files import replace_files
 
 
 @dataclass(frozen=True)
@@ -131,18 +122,15 @@ class Profile:
             remedy=f"Profiled there: {', '.join(str(row.frequency_mhz) for row in rows)}.",
         )
 
-    def energy_by_clock_j(self, stage: int, kind: Kind) -> dict[int, float]:
-        """Return the energy (J) of a kind in all parts of a stage, at each clock that all have."""
-        parts = [{r.frequency_mhz: r.energy_j for r in part[kind]} for part in self.parts(stage)]
-        return {f: sum(part[f] for part in parts) for f in set(parts[0]).intersection(*parts)}
-
     def valley_j(self, stage: int) -> dict[int, float]:
         """Return the energy (J) of one forward plus one backward of all parts of a stage.
 
-        By the clocks that both were profiled at, rising.
+        By the clocks that all of these were profiled at, rising.
         """
-        forward_j, backward_j = (self.energy_by_clock_j(stage, kind) for kind in WHOLE)
-        return {f: j + backward_j[f] for f, j in sorted(forward_j.items()) if f in backward_j}
+        units = [part[kind] for kind in WHOLE for part in self.parts(stage)]
+        curves = [{row.frequency_mhz: row.energy_j for row in rows} for rows in units]
+        common = sorted(set(curves[0]).intersection(*curves))
+        return {f: sum(curve[f] for curve in curves) for f in common}
 
     @cached_property
     def optimal_frequency_mhz(self) -> tuple[int, ...]:
@@ -217,7 +205,7 @@ class Profile:
         keys = schedule.unit_keys(self.listed_chunks, self.kinds)
         if keys.min() < 0:
             places = set(schedule.priced_kinds[keys < 0].tolist())
-            missing = [kind for at, kind in enumerate(_LISTED) if at in places]
+            missing = [kind for at, kind in enumerate(LISTED) if at in places]
             raise ProfileError(
                 f"Schedule '{schedule.name}' has units of the kind {' and '.join(missing)}, and "
                 f"{self.source} no rows of any",
@@ -283,18 +271,7 @@ class Profile:
 
     def to_csv(self) -> str:
         """Return the table as CSV text."""
-        listed = [
-            (*divmod(part, self.listed_chunks), kind.value, row) for part, kind, row in self._listed
-        ]
-        more = (_CHUNK,) * (self.listed_chunks > 1)
-        if any(row.energy_uncertainty_j is not None for *_, row in listed):
-            more = (UNCERTAINTY, *more)
-        rows: list[list[object]] = [[*COLUMNS, *more]]
-        for stage, chunk, instruction, row in listed:
-            cells = [stage, instruction, row.frequency_mhz, row.time_s, row.energy_j]
-            optional = {UNCERTAINTY: row.energy_uncertainty_j, _CHUNK: chunk}
-            rows.append([*cells, *(optional[name] for name in more)])
-        return csv_text(rows)
+        return rows_text(self._listed, self.listed_chunks)
 
     def write(self, path: Path) -> None:
         """Write the CSV, and the sidecar beside it; both or none.
@@ -390,45 +367,11 @@ def profile_of_json(data: Mapping[str, Any], path: Path) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile CSV, and its sidecar if there is one, as `profile_rows` does.
+    """Read a profile CSV, and its sidecar if there is one.
 
     EnvPipeError names file, line and value of what is wrong.
     """
-    optional = (_RANK, UNCERTAINTY, _CHUNK)
-    content, lines = read_table(path, COLUMNS, optional)
-    units = list(lines_of(lines, _LISTED))
-    chunks = [
-        line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line, _ in units
-    ]
-    listed_chunks = max(chunks, default=0) + 1
-    first_line: dict[tuple[int, Kind, int, str], str] = {}
-    by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
-    for (line, kind), chunk in zip(units, chunks, strict=True):
-        row = read_row(line)
-        check_power(line.where, row.energy_j, row.time_s)
-        if kind is Kind.COMBINED and listed_chunks == 1:
-            raise ProfileError(
-                f"{line.where}: combined units, which only pipelines with chunks have",
-                value=kind.value,
-                remedy=f"Add a column {_CHUNK}.",
-            )
-        stage, rank = line.read("stage", Number(whole=True)), line.cells.get(_RANK, "")
-        part = stage * listed_chunks + chunk
-        key = (part, kind, row.frequency_mhz)
-        if (*key, rank) in first_line:
-            of_rank = f" of rank {rank}" if rank else ""
-            raise ProfileError(
-                f"{line.where}: a second row for {row_name(part, kind, listed_chunks)}{of_rank} "
-                "at this frequency (MHz)",
-                value=row.frequency_mhz,
-                remedy=f"The first is {first_line[*key, rank]}; keep one.",
-            )
-        first_line[*key, rank] = line.where
-        by_rank.setdefault(key, []).append(row)
-    rows = [
-        (part, kind, one_gpu(frequency_mhz, ranks))
-        for (part, kind, frequency_mhz), ranks in by_rank.items()
-    ]
+    content, rows, listed_chunks = read_rows(path)
     profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks)
     _check_energies(profile)
     beside = sidecar_path(path)

@@ -25,12 +25,14 @@ from envpipe_megatron.core.fields import (
 )
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import decode
+from envpipe_megatron.files import csv_text, decode
 
 #: What `Kind.NOTHING` takes: nothing, to those who do not divide by it.
 NOTHING_S = 1e-15
-#: An optional column of a profile's file.
-UNCERTAINTY = "energy_uncertainty_j"
+_COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+_OPTIONAL = _RANK, _UNCERTAINTY, _CHUNK = "rank", "energy_uncertainty_j", "chunk"
+#: The kinds that a profile's file may list.
+LISTED = tuple(kind for kind in Kind if kind is not Kind.NOTHING)
 #: How alike (difflib) the name of a kind and a misspelt one are: `send_forward` is not.
 _MISSPELT = 0.8
 
@@ -120,8 +122,64 @@ class SplitBackward:
 MEASURED_SPLIT = SplitBackward(input_share=0.5, overhead=0.01)
 
 
+def read_rows(path: Path) -> tuple[bytes, list[tuple[int, Kind, ProfileRow]], int]:
+    """Return a profile's bytes, its rows with their parts (see `Profile`), and chunks of a stage.
+
+    One row for all ranks of a part. ProfileError names file, line and value of what is wrong.
+    """
+    content, lines = _read_table(path)
+    units = list(_lines_of(lines))
+    chunks = [
+        line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line, _ in units
+    ]
+    listed_chunks = max(chunks, default=0) + 1
+    first_line: dict[tuple[int, Kind, int, str], str] = {}
+    by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
+    for (line, kind), chunk in zip(units, chunks, strict=True):
+        row = _read_row(line)
+        check_power(line.where, row.energy_j, row.time_s)
+        if kind is Kind.COMBINED and listed_chunks == 1:
+            raise ProfileError(
+                f"{line.where}: combined units, which only pipelines with chunks have",
+                value=kind.value,
+                remedy=f"Add a column {_CHUNK}.",
+            )
+        stage, rank = line.read("stage", Number(whole=True)), line.cells.get(_RANK, "")
+        part = stage * listed_chunks + chunk
+        key = (part, kind, row.frequency_mhz)
+        if (*key, rank) in first_line:
+            of_rank = f" of rank {rank}" if rank else ""
+            raise ProfileError(
+                f"{line.where}: a second row for {row_name(part, kind, listed_chunks)}{of_rank} "
+                "at this frequency (MHz)",
+                value=row.frequency_mhz,
+                remedy=f"The first is {first_line[*key, rank]}; keep one.",
+            )
+        first_line[*key, rank] = line.where
+        by_rank.setdefault(key, []).append(row)
+    rows = [
+        (part, kind, _one_gpu(frequency_mhz, ranks))
+        for (part, kind, frequency_mhz), ranks in by_rank.items()
+    ]
+    return content, rows, listed_chunks
+
+
+def rows_text(rows: Sequence[tuple[int, Kind, ProfileRow]], listed_chunks: int) -> str:
+    """Return the CSV of rows with their parts, for `read_rows`."""
+    listed = [(*divmod(part, listed_chunks), kind.value, row) for part, kind, row in rows]
+    more = (_CHUNK,) * (listed_chunks > 1)
+    if any(row.energy_uncertainty_j is not None for *_, row in listed):
+        more = (_UNCERTAINTY, *more)
+    lines: list[list[object]] = [[*_COLUMNS, *more]]
+    for stage, chunk, instruction, row in listed:
+        cells = [stage, instruction, row.frequency_mhz, row.time_s, row.energy_j]
+        optional = {_UNCERTAINTY: row.energy_uncertainty_j, _CHUNK: chunk}
+        lines.append([*cells, *(optional[name] for name in more)])
+    return csv_text(lines)
+
+
 @dataclass(frozen=True)
-class CsvLine:
+class _CsvLine:
     """One line of a CSV.
 
     Args:
@@ -143,9 +201,7 @@ class CsvLine:
             ) from None
 
 
-def read_table(
-    path: Path, columns: Sequence[str], optional: Sequence[str]
-) -> tuple[bytes, list[CsvLine]]:
+def _read_table(path: Path) -> tuple[bytes, list[_CsvLine]]:
     """Return a CSV's bytes and its rows, columns in any order; blank lines and others are left out.
 
     A row of more cells than the header is refused: with decimal commas, numbers would be others.
@@ -162,14 +218,14 @@ def read_table(
             form = first.get("format", "unknown")
             raise ProfileError(f"{path} is JSON ({form}) where a CSV is wanted", remedy=remedy)
     header = [name.strip() for name in lines[0]] if lines else []
-    known = [name for name in (*columns, *optional) if name in header]
-    if not {*columns} <= {*known} or any(header.count(name) > 1 for name in known):
+    known = [name for name in (*_COLUMNS, *_OPTIONAL) if name in header]
+    if not {*_COLUMNS} <= {*known} or any(header.count(name) > 1 for name in known):
         raise ProfileError(
             f"{path}, line 1: not the header of a profile",
             value=",".join(header),
-            remedy=f"The first line must name the columns {','.join(columns)}.",
+            remedy=f"The first line must name the columns {','.join(_COLUMNS)}.",
         )
-    needed = 1 + max(map(header.index, columns))
+    needed = 1 + max(map(header.index, _COLUMNS))
     rows = []
     for number, cells in enumerate(lines[1:], start=2):
         if not any(map(str.strip, cells)):
@@ -179,10 +235,10 @@ def read_table(
             raise ProfileError(
                 f"{where}: too {'few' if len(cells) < needed else 'many'} columns",
                 value=",".join(cells),
-                remedy=f"Needed: {', '.join(columns)}.",
+                remedy=f"Needed: {', '.join(_COLUMNS)}.",
             )
         named = dict(zip(header, map(str.strip, cells), strict=False))
-        rows.append(CsvLine(where, {name: named.get(name, "") for name in known}))
+        rows.append(_CsvLine(where, {name: named.get(name, "") for name in known}))
     if not rows:
         raise ProfileError(
             f"{path} has no rows", remedy="List every instruction at each frequency."
@@ -190,21 +246,21 @@ def read_table(
     return content, rows
 
 
-def lines_of(lines: Sequence[CsvLine], kinds: Sequence[Kind]) -> Iterator[tuple[CsvLine, Kind]]:
-    """Yield each line whose instruction is one of the kinds; a misspelt kind is refused.
+def _lines_of(lines: Sequence[_CsvLine]) -> Iterator[tuple[_CsvLine, Kind]]:
+    """Yield each line whose instruction can be listed; a misspelt kind is refused.
 
     Other instructions, such as the loading of data, are left out, and a warning names them.
     """
     left_out = Counter[str]()
     for line in lines:
         instruction = line.cells["instruction"]
-        if instruction in set(kinds):
+        if instruction in set(LISTED):
             yield line, Kind(instruction)
-        elif alike := get_close_matches(instruction.lower(), kinds, 1, _MISSPELT):
+        elif alike := get_close_matches(instruction.lower(), LISTED, 1, _MISSPELT):
             raise ProfileError(
                 f"{line.where}: unknown instruction",
                 value=instruction,
-                remedy=f"Did you mean {alike[0]}? There are {', '.join(kinds)}.",
+                remedy=f"Did you mean {alike[0]}? There are {', '.join(LISTED)}.",
             )
         else:
             left_out[instruction] += 1
@@ -216,13 +272,13 @@ def lines_of(lines: Sequence[CsvLine], kinds: Sequence[Kind]) -> Iterator[tuple[
         )  # fmt: skip
 
 
-def read_row(line: CsvLine) -> ProfileRow:
+def _read_row(line: _CsvLine) -> ProfileRow:
     """Return a line's frequency, time and energy."""
     return ProfileRow(
         line.read("frequency", FREQUENCY, "MHz"),
         line.read("time", UNIT_TIME, "s"),
         line.read("energy", AMOUNT, "J"),
-        line.read(UNCERTAINTY, AMOUNT, "J") if line.cells.get(UNCERTAINTY) else None,
+        line.read(_UNCERTAINTY, AMOUNT, "J") if line.cells.get(_UNCERTAINTY) else None,
     )
 
 
@@ -241,7 +297,7 @@ def check_power(
         ) from None
 
 
-def one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
+def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
     """Return one row for all GPUs of a stage."""
     known = [row.energy_uncertainty_j for row in ranks if row.energy_uncertainty_j is not None]
     return ProfileRow(

@@ -386,7 +386,7 @@ class Schedule:
 
     @cached_property
     def places(self) -> IntArray:
-        """[num_stages, units_per_stage] the place of the unit there in `all_units`."""
+        """[num_stages, units_per_stage] the place of the unit there: `places_of`."""
         return places_of(self.stages, self.num_microbatches, self.num_chunks, self.unit_kinds)
 
     @cached_property

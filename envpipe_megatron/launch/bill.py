@@ -130,21 +130,26 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
 
 
 def bill_csv(bill: Bill) -> str:
-    """Return a row for the baseline's steps and one for the steady ones, summed over nodes."""
-    facts, samples = bill.facts, bill.fact("samples_per_iteration")
+    """Return a row for the baseline's steps and one for the steady ones, summed over nodes.
+
+    A step of the baseline is the one that steady steps were compared with: warm-ups begin slowly.
+    """
+    facts, samples, compared = bill.facts, bill.fact("samples_per_iteration"), bill.compared()
     rows: list[tuple[object, ...]] = [CSV_COLUMNS]
     for phase in (Phase.WARMUP.value, Phase.STEADY.value):
         step, sums = bill.steps(phase), bill.of_phase(phase)
         if step is None or step.energy_j is None:
             continue
-        total, gpus = total_of(sums), num_gpus(sums)
+        total, gpus, iterations = total_of(sums), num_gpus(sums), step.iterations
+        if phase == Phase.WARMUP and compared and compared[1].energy_j is not None:
+            step = compared[1]
         own = ("baseline", "1f1b", "default")
         if phase == Phase.STEADY:
             own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
         rows.append((
             facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
             samples / step.time_s if samples else "", total.energy_j * 1e3,
-            phase, gpus, step.iterations, step.time_s,
+            phase, gpus, iterations, step.time_s,
             step.energy_j * gpus, total.average_power_w,
         ))  # fmt: skip
     return csv_text(rows)

@@ -312,7 +312,7 @@ def test_each_chunk_may_have_rows_of_its_own(tmp_path):
     assert profile.row(1, F, 900) == ProfileRow(900, 4.0, 25.0)
     assert profile.for_chunks(2) is profile
     assert profile.optimal_frequency_mhz == (1200, 1200)  # 900 is not known of all units
-    assert profile.energy_by_clock_j(0, F) == {1200: 41.0, 900: 33.0}
+    assert profile.valley_j(0) == {1200: 41.0 + 70.0}
     frequency = np.array([[1200, 900, 900, 900], [1200, 1200, 1200, 1200]])
     time_s, energy_j = profile.lookup(interleaved(2, 1, 2), frequency[:, [0, 1, 2, 0]])
     assert time_s.tolist() == [[1, 4, 5, 2], [1, 3, 4, 2]]  # F0.0 F0.1 B0.1 B0.0

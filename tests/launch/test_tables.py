@@ -185,6 +185,18 @@ def test_csv_begins_with_envpipes_columns_and_sums_over_nodes():
         assert float(told["Average power (W)"]) == energy_j / 2
 
 
+def test_csv_has_the_baseline_that_steps_were_compared_with():
+    base = {"iterations": 2, "time_s": 2.0, "time_uncertainty_s": 0.0,
+            "energy_j": 110.0, "metering_uncertainty_j": 1.0}  # fmt: skip
+    slow = [window(0, i, 150.0, phase="warm-up", duration_s=3.0) for i in range(2)]
+    made = bill(*slow, window(0, 2, baseline=base), window(0, 3, baseline=base))
+    baseline, steady = csv.DictReader(bill_csv(made).splitlines())
+    assert float(baseline["Iteration time (s)"]) == 2
+    assert float(baseline["Energy per iteration (J)"]) == 110
+    assert (baseline["Iterations"], float(baseline["Energy (mJ)"])) == ("2", 300_000)
+    assert float(steady["Energy per iteration (J)"]) == 100
+
+
 def test_csv_counts_a_rank_once_that_had_another_gpu_after_a_restart():
     lines = [window(gpu, 0, run="a 2026-01-01T00:00:00") for gpu in range(2)]
     lines += [

@@ -168,7 +168,8 @@ def _measure_and_end(module: Any, job: LayerJob) -> None:
 def main() -> None:
     """Run the script with its arguments; what it imports of Megatron-LM is changed."""
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    if not sys.flags.safe_path:  # else Python puts no folder there
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     sys.meta_path.insert(0, _Changes(LayerJob.of_text(os.environ[JOB_VARIABLE])))
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit(f"{sys.argv[0]} ended before it set up a model: its layers were not measured")

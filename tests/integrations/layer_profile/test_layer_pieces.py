@@ -1,8 +1,12 @@
 """Pieces of a model, run one by one, are the model; and what measuring them leaves."""
 
+import os
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec 
 from megatron.core.transformer import TransformerConfig, transformer_block  # noqa: E402
 from one_rank_job import one_rank_job  # noqa: E402
 
+import envpipe_megatron  # noqa: E402
 from envpipe_megatron.errors import EnvPipeError  # noqa: E402
 from envpipe_megatron.integrations.layer_profile import hooks, job  # noqa: E402
 from envpipe_megatron.integrations.layer_profile import model as layers  # noqa: E402
@@ -23,7 +28,7 @@ from envpipe_megatron.integrations.layer_profile.job import measure_model  # noq
 from envpipe_megatron.integrations.layer_profile.model import GptPieces, Microbatches  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.rank_gpu import Looks  # noqa: E402
 from envpipe_megatron.search.layer_file import read_layers  # noqa: E402
-from envpipe_megatron.search.layer_jobs import LayerJob  # noqa: E402
+from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob  # noqa: E402
 from envpipe_megatron.search.layer_profile import FULL, Block, Sizes  # noqa: E402
 
 ARGS = Namespace(
@@ -245,3 +250,18 @@ def test_the_whole_optimizer_state_is_counted_where_megatron_allows_it(needs_it,
     assert args.use_distributed_optimizer is kept
     assert not args.overlap_param_gather_with_optimizer_step
     assert args.num_distributed_optimizer_instances == 1
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_a_script_finds_its_folder_and_what_python_finds_without_one(safe, tmp_path):
+    (tmp_path / "script.py").write_text("import sys; print(*sys.path[:2], sep='\\n')")
+    root = Path(envpipe_megatron.__file__).parents[1]
+    environment = {**os.environ, "PYTHONSAFEPATH": safe, "PYTHONPATH": f"{root}:/elsewhere"}
+    environment[JOB_VARIABLE] = LayerJob("", (Sizes(),)).to_text()
+    module = ["-m", hooks.__name__, str(tmp_path / "script.py")]
+    ran = subprocess.run(
+        [sys.executable, *module], env=environment, capture_output=True, text=True, check=False
+    )
+    first = [str(root), "/elsewhere"] if safe else [str(tmp_path), str(root)]
+    assert ran.stdout.splitlines() == first
+    assert "before it set up a model" in ran.stderr

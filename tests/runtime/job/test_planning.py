@@ -17,7 +17,7 @@ from planning_cases import random_profile
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
-from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, all_units, unit
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import split_in_place
 from envpipe_megatron.core.plan import Plan, read_plan
@@ -216,7 +216,7 @@ def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options
     assert told.startswith(f"the plan {by_file} is made again: ")
 
 
-UNITS = all_units(4, 2)
+UNITS = [unit(kind, m, chunk) for kind in WHOLE for chunk in range(2) for m in range(4)]
 THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of the later first
 
 
