@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from envpipe_megatron.errors import EnvPipeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 #: Stages and positions of a schedule that a message shows: they fit a terminal of 100 columns.
 _SHOWN_STAGES, _SHOWN_POSITIONS = 16, 11
@@ -150,6 +151,7 @@ def places_of(
     Places are by kind, then chunk, then microbatch.
     ScheduleError: a stage lists a unit twice, lacks one, or has one that the job does not have.
     """
+    import numpy as np  # guards start in half the time without
 
     def label(own: Unit) -> str:
         return own.label(num_chunks)

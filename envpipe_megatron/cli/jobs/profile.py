@@ -6,10 +6,9 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
@@ -36,8 +35,6 @@ from envpipe_megatron.search.layer_profile import Links
 _MODULE = "envpipe_megatron.integrations.layer_profile"
 #: Of torchrun's --nnodes.
 _ONE_NODE = ("1", "1:1")
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def _profile_layers(
@@ -157,19 +154,17 @@ def _words(job: LayerJob) -> str:
     return f"{sizes or 'one GPU'}, microbatches of {microbatches}"
 
 
-def _of_layers(name: str, help: str, metavar: str = "N[,N...]") -> Callable[[_Command], _Command]:
-    """Return an option of --layers: several numbers."""
-    return click.option(name, type=COUNTS, metavar=metavar, help=help)
-
-
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--output", type=OUTPUT_FILE, required=True, help="Profile CSV; layers: JSON.")
 @click.option("--layers", is_flag=True, help="Measure layers only, for `envpipe search`.")
-@_of_layers("--tensor-parallel", help="Tensor parallel sizes. Default: 1, 2, 4, 8 up to the GPUs.")
-@_of_layers("--context-parallel", help="Context parallel sizes. Default: 1.")
-@_of_layers("--expert-parallel", help="Expert parallel sizes. Default: 1.")
-@_of_layers("--microbatch-size", help="Samples of a microbatch. Default: 1,2,4.")
-@_of_layers("--clocks", metavar="MHZ[,MHZ...]", help="Clocks to SET. Default: none is.")
+@click.option(
+    "--tensor-parallel", type=COUNTS,
+    help="Tensor parallel sizes. Default: 1, 2, 4, 8 up to the GPUs.",
+)  # fmt: skip
+@click.option("--context-parallel", type=COUNTS, help="Context parallel sizes. Default: 1.")
+@click.option("--expert-parallel", type=COUNTS, help="Expert parallel sizes. Default: 1.")
+@click.option("--microbatch-size", type=COUNTS, help="Samples of a microbatch. Default: 1,2,4.")
+@click.option("--clocks", type=COUNTS, metavar="MHZ[,MHZ...]", help="Clocks to SET. Default: none.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def profile(
     output: Path, layers: bool, command: tuple[str, ...], **sizes: tuple[int, ...] | None

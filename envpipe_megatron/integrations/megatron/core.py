@@ -144,7 +144,9 @@ class ForwardBackward:
             self._session.run_iteration(count, specs, make_work, longest=longest)
         else:
             order, tried = rehearsal.order, rehearsal.of
-            self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))
+            self._session.rehearse(
+                order, specs, lambda schedule: tried(work := make_work(schedule), work.drop)
+            )
         (work,) = works
         broken_off = rehearsal is not None and rehearsal.error is not None
         work.finish_grads(broken_off=broken_off)

@@ -6,7 +6,4 @@ from pathlib import Path
 try:
     Path.home()
 except RuntimeError:  # no HOME, no entry in passwd: a container's user by number
-    os.environ["HOME"] = "/"
-    import bokeh.settings  # noqa: F401  # its import asks for the home folder
-
-    del os.environ["HOME"]
+    os.environ["HOME"] = "/"  # of a command of ours; Bokeh's import asks for it

@@ -275,13 +275,10 @@ class EnergyMeter:
 
     def _try_sample(self) -> None:
         try:
-            self._sample()
+            self._add(self._gpu.read_energy())
             self.error = None
         except Exception as error:  # a driver may fail in any way; training must go on
             self.error = error
-
-    def _sample(self) -> None:
-        self._add(self._gpu.read_energy())
 
     def _add(self, reading: EnergyReading) -> None:
         with self._lock:

@@ -232,10 +232,6 @@ class StageWork(Protocol):
         """Free what only the unit's output needed: it is in the channel."""
         return
 
-    def drop(self) -> None:
-        """Free what waits for backwards: no unit will run."""
-        return
-
 
 def execute(
     work: StageWork,
@@ -310,9 +306,9 @@ class Rehearsal:
         self._specs = specs
         self._work: StageWork | None = None
 
-    def of(self, work: StageWork) -> Rehearsal:
-        """Return the work as it is to be executed."""
-        self._work = work
+    def of(self, work: StageWork, drop: Callable[[], object]) -> Rehearsal:
+        """Return the work as it is to be executed; `drop` frees what it holds behind an error."""
+        self._work, self._drop = work, drop
         return self
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
@@ -340,8 +336,8 @@ class Rehearsal:
             except Exception as error:
                 logger.warning("Order %s is not tried to its end", self.order.name, exc_info=True)
                 self.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-                self._work.drop()  # the memory is needed by messages, and the framework's runs
                 self._work = None
+                self._drop()  # messages, and the framework's runs, need the memory
         return None
 
     def _zeros(self, kind: Kind) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ class Logged:
         """Let time come to these instants, and the meter look there."""
         for time_s in times_s:
             self.gpu.now_s = time_s
-            self.meter._sample()
+            self.meter._add(self.meter._gpu.read_energy())
 
     def step(self, phase: str, iteration: int, begin_s: float, duration_s: float) -> None:
         """A step in which half of the time went to units and a tenth to receives."""

@@ -30,7 +30,7 @@ def at(meter: EnergyMeter, gpu: FakeGpu, *times_s: float) -> None:
     """Let time come to these instants, and the meter look there."""
     for time_s in times_s:
         gpu.now_s = time_s
-        meter._sample()
+        meter._add(meter._gpu.read_energy())
 
 
 def test_windows_of_constant_pieces_are_exact(gpu, meter):

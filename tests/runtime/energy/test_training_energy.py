@@ -41,7 +41,7 @@ def whole(lap: IntervalEnergy) -> tuple[float, float]:
 def look(meter: EnergyMeter, gpu: FakeGpu, until_s: float) -> None:
     for time_s in np.arange(gpu.now_s, until_s + 0.01, 0.05):
         gpu.now_s = time_s
-        meter._sample()
+        meter._add(meter._gpu.read_energy())
 
 
 # Bills ----------------------------------------------------------------------------------------

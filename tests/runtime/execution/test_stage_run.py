@@ -314,7 +314,7 @@ def run(work: Work) -> tuple[Rehearsal, dict[str, list[torch.Tensor]]]:
     parts: Any = Parts()
     parts.send = lambda unit, outputs: sent.update({str(unit): outputs})
     rehearsal = Rehearsal(ORDER, SPECS)
-    execute(rehearsal.of(work), run_of(ORDER, STAGE, parts), parts, SPECS)
+    execute(rehearsal.of(work, work.drop), run_of(ORDER, STAGE, parts), parts, SPECS)
     return rehearsal, sent
 
 
