@@ -49,9 +49,8 @@ class AttachedPipeline(LeveledJob):
     Every rank of the job makes one at the same point of the program, replicas and the other ranks
     of a stage too, before the schedule's first step, and calls its methods at the same points.
     Where a GPU cannot be read, or while another job of this process has not ended, the schedule
-    stays as it is. A step lasts from one call of the
-    schedule's `step` to the next one: what lies between, such as the optimizer, is billed to the
-    step before.
+    stays as it is. A step lasts from one call of the schedule's `step` to the next one: what lies
+    between, such as the optimizer, is billed to the step before.
 
     Args:
         schedule: of torch.distributed.pipelining, of one stage a rank or several, or its runtime
