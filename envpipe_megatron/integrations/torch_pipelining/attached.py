@@ -122,8 +122,6 @@ class AttachedPipeline(LeveledJob):
         if self.job is None:
             self.close()
             return
-        if self.session.may_split:
-            self._units.why_whole = {}
         self._units.replace(schedule, "step", self._step)
         self._planned_facts = facts_of(schedule)
         #: Whether messages have the shapes that are planned for.
@@ -231,7 +229,7 @@ class AttachedPipeline(LeveledJob):
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step by torch, and compare its units with the order that the schedule names."""
         seen, self._units.seen = UnitRecorder(), set()
-        if self._units.why_whole == {}:  # else a first step has failed
+        if self.session.may_split and self._units.why_whole is None:  # else one has failed before
             # Of what was wrapped behind `attach`. A trial is of all ranks of a stage, or of none.
             why = max(of_all_ranks(known_reason(self._stages))) or NOT_TRIED
             self._units.why_whole = dict.fromkeys(range(len(self._stages)), why)
