@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from energy_lines import bill, error_of, window
 
-from envpipe_megatron.formats.account import NO_TARIFF, account_lines
+from envpipe_megatron.formats.account import Tariff, account_lines
 from envpipe_megatron.formats.steps import (
     ComparedSteps,
     Comparison,
@@ -169,7 +169,7 @@ def test_a_comparison_in_words_says_more_where_it_is(compared, said):
     time_said = str(replace(found, energy_j=None))  # as without a meter
     energy_said = said.removeprefix(f"{time_said}, ")
     assert energy_said != said
-    line = next(account_lines(bill(window(clock_backend="nvml")), NO_TARIFF, {"": found}))
+    line = next(account_lines(bill(window(clock_backend="nvml")), Tariff(), {"": found}))
     line = line.partition(": ")[2]
     assert line == f"a step takes 329.3 ms ({time_said}) and 214.4 J a GPU ({energy_said})"
 

@@ -298,10 +298,10 @@ def test_the_end_of_standard_input_is_a_sigterm(stdin, already):
 
 def test_standard_input_that_ends_later_means_nothing(stdin):
     taken: list[str] = []
-    before = set(threading.enumerate())
     with Signals(until_stdin_ends=True) as signals:
         signals.call(lambda: taken.append("first"), lambda: taken.append("again"))
-        (watching,) = set(threading.enumerate()) - before
+        watching = signals._watch
+        assert watching is not None
         assert watching.daemon
     os.close(stdin)
     watching.join(LONG_S)

@@ -219,7 +219,7 @@ def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(caplog):
     ):
         try:
             assert deaf.stdout.readline() == "ready\n"
-            node._end_marked("its own", 0.2)
+            node._end_marked("its own", 1.0)
             assert rank.wait(30) == -signal.SIGTERM
             assert deaf.wait(30) == -signal.SIGKILL
             assert stranger.poll() is None

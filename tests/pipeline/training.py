@@ -732,7 +732,7 @@ def _session(
     )
     if ours.slow_from is not None:
         be_late(session.executor, job.own_order, ours.slow_from)
-    fast_time.meanwhile = session.parts.meter._sample
+    fast_time.meanwhile = session.parts.meter._try_sample
     return session
 
 

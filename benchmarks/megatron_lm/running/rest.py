@@ -112,7 +112,7 @@ def _rest(rests: Question, name: str, at_rest: Callable[..., Any], *of: Any) -> 
         rested = now
         return now
 
-    _replace(rests, EnergyMeter, "_sample", _nothing)
+    _replace(rests, EnergyMeter, "_try_sample", _nothing)
     _replace(rests, ClockWatch, "sample", _nothing)
     for each in of:
         _replace(resting, each, name, at_rest)
