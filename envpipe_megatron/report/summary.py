@@ -81,7 +81,7 @@ def comparison_section(facts: ReportFacts) -> Section:
         for name, step in named
     )  # fmt: skip
     lines = facts.account
-    if facts.compared is None and len(lines) < 2:  # no batches of another size either
+    if len(lines) < 2:  # the last is of all that was taken
         said = "the job's log says why steady steps had no baseline."
         if facts.steady is None:
             said = "no steps of the steady phase were metered."
