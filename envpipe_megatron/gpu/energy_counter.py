@@ -135,7 +135,7 @@ class EnergyReader:
                 raise
         self._connection.setblocking(False)
         self._end = select.poll()
-        self._end.register(self._connection, 0)  # by that of its socket, whatever it says
+        self._end.register(self._connection, 0)  # for the end of its socket, not for messages
         #: Why its last look failed; None when it went well.
         self.error: str | None = None
 

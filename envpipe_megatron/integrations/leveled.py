@@ -116,10 +116,15 @@ class LeveledJob:
         """Make the job again if limits that showed by now, the same on all ranks, are below it.
 
         What options ask for beyond the new level is left out: it ends no training that has begun. A
-        step that has begun begins again. Raises JobError if the level `asked` cannot be had.
+        step that has begun begins again. Raises JobError if the level `asked` cannot be had, and
+        gives the GPU back: who asks has no job yet to close.
         """
         self._limits = *self._limits, *found
-        decision = self._decide(asked)
+        try:
+            decision = self._decide(asked)
+        except JobError:
+            self.close()
+            raise
         if self.job is None or decision.level >= self.level:
             return False
         self.decision = decision

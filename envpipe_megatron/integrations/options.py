@@ -300,7 +300,8 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
     """
     if options.output is not None:
         try:
-            options.output.mkdir(parents=True, exist_ok=True)
+            # What a link points to may have gone, as with a disk that is cleaned.
+            Path(os.path.realpath(options.output)).mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
             # The last is of a character that no name can have.
             wrong = FileExistsError | NotADirectoryError | ValueError

@@ -276,8 +276,8 @@ def _completed(
         by_line = {name: (str(given[name]), "the command line") for name in NAMES if given[name]}
         master, port = (by_line.get(name) or find(name, known["nnodes"]) for name in NAMES[3:])
         if master:  # else each node would hold the rendezvous for itself
-            place = f"{master[0]}:{port[0]}" if port else master[0]
-            settings["--rdzv-endpoint"] = place, master[1]
+            host = f"[{master[0]}]" if ":" in master[0] else master[0]  # an IPv6 address
+            settings["--rdzv-endpoint"] = f"{host}:{port[0]}" if port else host, master[1]
     filled = [f"{option}={value}" for option, (value, _) in settings.items()]
     # The dashes keep torchrun from looking for its own abbreviated options in the script's.
     arguments = (*filled, *line.options, "--", *line.script)

@@ -233,7 +233,7 @@ def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
     """Leave out the lines of earlier jobs, and bring the others' instants to one axis.
 
     Returns the number of lines that were left out, too. `job.json` has the starts of a job that
-    sets clocks, which is the present one if the last start is among them. Lines whose run names no
+    sets clocks, which is the present one if no line is of a later start. Lines whose run names no
     start are kept. Of several names of runs, which no job of one folder has, those of the last
     line.
     """
@@ -242,7 +242,7 @@ def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
     runs = [read.labels.run for read in timelines.iterations]
     runs += [window.run for window in folder.energy.windows]
     name = name_of_run(runs[-1]) if runs else ""
-    of_job_file = folder.last_start.endswith(starts)
+    of_job_file = bool(starts) and folder.last_start <= starts[-1]
 
     def own(run: object) -> bool:
         run = str(run)

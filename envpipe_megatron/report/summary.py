@@ -81,9 +81,11 @@ def comparison_section(facts: ReportFacts) -> Section:
         for name, step in named
     )  # fmt: skip
     lines = facts.account
-    if facts.compared is None:
-        said = "Nothing to compare: that needs a baseline and steps of the steady phase."
-        lines = said, *facts.account
+    if facts.compared is None and len(lines) < 2:  # no batches of another size either
+        said = "the job's log says why steady steps had no baseline."
+        if facts.steady is None:
+            said = "no steps of the steady phase were metered."
+        lines = f"Nothing to compare: {said}", *lines
     if facts.changed_nothing:
         said = "Neither clocks nor order were changed: what differs here is chance."
         lines = (*((said,) if len(named) > 1 else ()), *facts.account[-1:])

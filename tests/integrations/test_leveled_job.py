@@ -83,7 +83,8 @@ def test_before_the_first_step_a_level_that_was_named_is_an_error():
     job, made, _ = begin(options=given(level=Level.ORDER))
     with pytest.raises(JobError, match="drawn in order"):
         job.lower([DRAWS], Level.ORDER)
-    assert not made[0].closed
+    assert made[0].closed
+    assert leveled.LeveledJob._with_gpu is not job  # or the next job of a notebook had no EnvPipe
 
 
 def test_a_job_whose_gpu_is_gone_trains_without_envpipe():

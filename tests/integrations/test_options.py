@@ -142,6 +142,15 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
     prepare_files(read("--profile nowhere.csv"), 4)
 
 
+def test_an_output_folder_that_a_link_points_to_is_made_again(tmp_path):
+    """As on a scratch disk that is cleaned between two starts of a job."""
+    (tmp_path / "link").symlink_to(tmp_path / "scratch" / "job")
+    prepare_files(read(f"--output {tmp_path}/link"), 4)
+    assert (tmp_path / "scratch" / "job").is_dir()
+    (tmp_path / "other").symlink_to("/proc/job")  # where nobody can make a folder
+    prepare_files(read(f"--output {tmp_path}/other"), 4)  # costs its files only
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from energy_lines import window
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.bill import SUMMARY_FORMAT
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.job_file import JOB_FORMAT
@@ -126,6 +127,9 @@ def test_a_job_that_only_measured_last_is_the_present_one_and_in_no_job_file(tmp
     assert [each.run for each in folder.energy.windows] == [NEW]
     assert folder.changed_nothing
     assert lacks(folder, "2 lines of other jobs")
+    put_job(tmp_path, "2030-01-01T00:00:00.000+00:00")  # of a job that has left no line yet
+    with pytest.raises(EnvPipeError, match="No run has left"):
+        read_run_folder(tmp_path)
 
 
 def test_of_several_runs_in_the_folder_the_last_is_reported(tmp_path):

@@ -159,6 +159,7 @@ def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict
         "sum": [stage.tolist() for stage in made.by_stage(numbers, SUM)],
         "to_planner": made.to_planner(rank, max),
         "objects": made.by_stage({rank}, lambda parts: set().union(*parts)),
+        "over_replicas": made.over_replicas({rank}, lambda parts: set().union(*parts)),
         "all": made.all_to_planner(rank),
         "replica": made.replica,
         "latest": made.latest(float(rank)),

@@ -49,9 +49,8 @@ class AttachedPipeline(LeveledJob):
     Every rank of the job makes one at the same point of the program, replicas and the other ranks
     of a stage too, before the schedule's first step, and calls its methods at the same points.
     Where a GPU cannot be read, or while another job of this process has not ended, the schedule
-    stays as it is. A step lasts from one call of the
-    schedule's `step` to the next one: what lies between, such as the optimizer, is billed to the
-    step before.
+    stays as it is. A step lasts from one call of the schedule's `step` to the next one: what lies
+    between, such as the optimizer, is billed to the step before.
 
     Args:
         schedule: of torch.distributed.pipelining, of one stage a rank or several, or its runtime
@@ -123,8 +122,6 @@ class AttachedPipeline(LeveledJob):
         if self.job is None:
             self.close()
             return
-        if self.session.may_split:
-            self._units.why_whole = {}
         self._units.replace(schedule, "step", self._step)
         self._planned_facts = facts_of(schedule)
         #: Whether messages have the shapes that are planned for.
@@ -232,7 +229,7 @@ class AttachedPipeline(LeveledJob):
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step by torch, and compare its units with the order that the schedule names."""
         seen, self._units.seen = UnitRecorder(), set()
-        if self._units.why_whole == {}:  # else a first step has failed
+        if self.session.may_split and self._units.why_whole is None:  # else one has failed before
             # Of what was wrapped behind `attach`. A trial is of all ranks of a stage, or of none.
             why = max(of_all_ranks(known_reason(self._stages))) or NOT_TRIED
             self._units.why_whole = dict.fromkeys(range(len(self._stages)), why)

@@ -78,9 +78,10 @@ class Units:
         #: By chunk, why its backwards stay whole, if they do; None if that is not looked for.
         self.why_whole: dict[int, str] | None = None
         #: Chunks of which a backward has run, and what was seen that is against a trial of parts.
-        self._ran, self._against = set[int](), dict[int, str]()
+        self._ran, self._against = set[int](), dict[int | None, str]()
         self._agree = agree
-        self._awaits_loss = False
+        #: The chunk of the forward that ends behind its loss.
+        self._awaits_loss: int | None = None
         self._reporting: list[Any] = []
         self._replaced = contextlib.ExitStack()
         for chunk, stage in enumerate(stages):
@@ -94,7 +95,7 @@ class Units:
 
     def forget(self) -> None:
         """Report nothing of the rest of a step, which has failed."""
-        self.reporter, self._awaits_loss = None, False
+        self.reporter, self._awaits_loss = None, None
 
     def report_losses_of(self, schedule: Any) -> None:
         """Have a schedule of these stages report when it has computed a loss."""
@@ -104,9 +105,10 @@ class Units:
         compute = schedule._maybe_compute_loss
 
         def maybe_compute_loss(*args: Any, **kwargs: Any) -> Any:
-            result = compute(*args, **kwargs)
-            if self._awaits_loss:
-                self._awaits_loss = False
+            with self._hooks_seen(self._awaits_loss):
+                result = compute(*args, **kwargs)
+            if self._awaits_loss is not None:
+                self._awaits_loss = None
                 self._end()
             return result
 
@@ -140,7 +142,7 @@ class Units:
                 run = partial(own, *args, **kwargs)
                 result = self._watched(stage, chunk, run, forward=forward)
             if forward and stage.is_last:
-                self._awaits_loss = True
+                self._awaits_loss = chunk
             else:
                 self._end()
             return result
@@ -151,9 +153,7 @@ class Units:
         """Run a unit, and look at what it changes beside its outputs and gradients."""
         assert self.seen is not None
         before, versions = _random_states(stage.device), _versions(stage)
-        hooks = RemovableHandle.next_id
-        with contextlib.ExitStack() as watching:
-            called = [] if forward else watching.enter_context(calls_of_modules())
+        with self._hooks_seen(chunk) if forward else calls_of_modules() as called:
             result = run()
         if before != _random_states(stage.device):
             self.seen.add(DRAWN_BY_FORWARDS if forward else DRAWN_BY_BACKWARDS)
@@ -161,9 +161,15 @@ class Units:
             self.seen.add(BUFFERS_BY_BACKWARDS)
         if called:
             self._against[chunk] = f"torch would compute {called[0]} again for each of its weights"
-        elif forward and hooks != RemovableHandle.next_id:
-            self._against[chunk] = "hooks of a backward, which a trial would call, too"
         return result
+
+    @contextlib.contextmanager
+    def _hooks_seen(self, chunk: int | None) -> Iterator[None]:
+        """Notice hooks that a chunk's forward, or its loss, sets within."""
+        before = RemovableHandle.next_id
+        yield
+        if before != RemovableHandle.next_id:
+            self._against[chunk] = "hooks of a backward, which a trial would call, too"
 
     def _look_at_parts(self, stage: Any, chunk: int, microbatch: int | None, loss: Any) -> None:
         """Find out why a chunk's backwards stay whole: the first backward shows what they do."""

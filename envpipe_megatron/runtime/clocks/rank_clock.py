@@ -226,7 +226,7 @@ class RankClock:
         try:
             if self._hold is not None:
                 self._hold.release()
-        except GpuError as error:
+        except Exception as error:  # a driver may fail in any way; training must go on
             self._error = self.error or error
             logger.error("%s", error)
         if self._watch is not None:

@@ -164,11 +164,10 @@ class JobFolder:
             for before in found.starts[-1:]:  # of a node whose clock may be hours ahead
                 now = max(now, datetime.fromisoformat(before) + timedelta(milliseconds=1))
             started = now.isoformat(timespec="milliseconds")
-            if not keeps:
-                return found, started
-            self._job, self._keys = replace(found, starts=(*found.starts, started)), keys
-            if found.starts or not options.may_be_lowered:
-                self.keep()
+            if keeps:
+                self._job, self._keys = replace(found, starts=(*found.starts, started)), keys
+                if found.starts or not options.may_be_lowered:
+                    self.keep()
             return found, started
 
         self.found, self.started = self._collectives.agreed(look)

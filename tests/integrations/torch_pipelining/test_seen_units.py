@@ -98,18 +98,22 @@ def test_a_users_schedule_may_name_a_microbatch_or_leave_it_to_the_stage(backwar
     assert units.why_whole[0] == "torch does not run it in two parts: AttributeError"
 
 
-@pytest.mark.parametrize("of", ["tensor", "module"])
+@pytest.mark.parametrize("of", ["tensor", "module", "loss"])
 def test_hooks_of_backwards_are_called_by_no_trial(of):
     x, module = torch.ones(2, requires_grad=True), torch.nn.Tanh()
     module.register_full_backward_hook(lambda *_: None)
-    forwards = {"tensor": lambda _: (2 * x).register_hook(print), "module": lambda _: module(2 * x)}
-    stage: Any = Stage(forwards[of], lambda stage: None)
+    sets = {"tensor": lambda *_: (2 * x).register_hook(print), "module": lambda *_: module(2 * x)}
+    stage: Any = Stage(sets.get(of), lambda stage: None)
     stage.is_first, stage.fwd_cache = False, {0: ((2 * x,), [x]), 1: ((2 * x,), [x])}
+    stage.is_last = of == "loss"
     stage.submod, stage._retrieve_recv_grads = torch.nn.Linear(1, 1), lambda at: [x.detach()]
     units = Units([stage], str, split=False)
+    schedule = SimpleNamespace(_maybe_compute_loss=sets["module"] if of == "loss" else print)
+    units.report_losses_of(schedule)
     units.reporter, units.seen, units.why_whole = UnitRecorder(), set(), {0: NOT_TRIED}
     for microbatch in range(2):
         stage.forward_one_chunk(microbatch)
+        schedule._maybe_compute_loss()
         stage.backward_one_chunk(microbatch)
     assert "hooks of a backward" in units.why_whole[0]
 

@@ -227,11 +227,16 @@ def test_a_rendezvous_without_an_endpoint_is_at_the_master():
         assert options(plan)[1:] == ("--nnodes=2", f"--rdzv-endpoint={place}", c10d)
     plan = here(c10d, "--master-addr=a", "--master-port=7", "train.py", **TWO_NODES)
     assert plan.read.rdzv_endpoint == "a:7"
+    for port, endpoint in (("", "[fd00::2]"), ("7", "[fd00::2]:7")):  # else torchrun's port is 2
+        plan = here(c10d, "train.py", **{**TWO_NODES, "MASTER_ADDR": "fd00::2"}, MASTER_PORT=port)
+        assert plan.read.rdzv_endpoint == endpoint
     for words in ([], ["--nnodes=1"], ["--standalone"]):  # one node
         assert not here(c10d, *words, "train.py", MASTER_ADDR="first").read.rdzv_endpoint
     assert [plan.read.rdzv_endpoint for plan in on_hosts(c10d, "train.py")] == ["one", "one"]
     with pytest.raises(EnvPipeError, match=r"by --rdzv-endpoint of MASTER_ADDR \(got 'localhost:7"):
         on_hosts(c10d, "train.py", MASTER_ADDR="localhost", MASTER_PORT="7")
+    with pytest.raises(EnvPipeError, match=r"by --rdzv-endpoint of MASTER_ADDR \(got '\[::1\]'"):
+        on_hosts(c10d, "train.py", MASTER_ADDR="::1")
 
 
 def test_an_endpoint_takes_the_masters_place_and_no_ranks():

@@ -85,6 +85,7 @@ def test_every_rank_has_the_same_of_all_others(pool, layout, fan_in):
         assert own["sum"] == told[0]["sum"]  # to the last bit
         assert told[0]["all"][stage_of[rank]][own["replica"]] == rank
         assert own["objects"] == [set(ranks) for ranks in stages]
+        assert own["over_replicas"] == set(stages[stage_of[rank]])
         assert own["latest"] == 11.0
         assert own["on_all"] == [True, False]
         assert own["first"] == [None, (stage_of[5], 5)]

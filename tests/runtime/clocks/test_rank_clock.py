@@ -223,15 +223,16 @@ def test_a_clock_that_is_held_back_for_the_dwell_time_is_waited_for(guard, monke
     clock.close()
 
 
-def test_a_rank_that_serves_its_page_tries_a_reset_again(gpu, caplog):
+@pytest.mark.parametrize("error", [GpuError("no reset"), OSError("no reset")])
+def test_a_rank_that_serves_its_page_tries_a_reset_again(gpu, caplog, error):
     untouched = RankClock(gpu, guarded=False)
     untouched.close()
     assert gpu.history == []
     clock = RankClock(gpu, guarded=False)
     ask(clock, 1000)
-    gpu.reset_error = GpuError("no reset")
+    gpu.reset_error = error
     clock.close()
-    assert clock.error is gpu.reset_error
+    assert clock.error is error
     assert "no reset" in caplog.text
     gpu.reset_error = None
     clock.close()
