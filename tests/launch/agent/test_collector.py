@@ -189,4 +189,4 @@ async def test_closing_hangs_up_on_everybody(tmp_path):
         assert not collector._connections
         nodes[0].append(0)
         assert not await holds(nodes[0].uplink.knows_all, SHORT_S)
-        assert nodes[0].uplink.failure
+        assert await nodes[0].failure()

@@ -96,7 +96,7 @@ def test_jobs_killed_anywhere_go_on_from_what_they_had(tmp_path):
         steps = ENOUGH if last else rng.choice([2, 6, 12, 20, ENOUGH])
         unit = f"{rng.choice('FB')}{rng.randrange(MICROBATCHES)}"
         killed = None if last else (victim, rng.randrange(steps), unit)
-        with RankPool(3, timeout_s=5) as pool:
+        with RankPool(3) as pool:
             pool.start(step_ranks.start_job, tmp_path, steps, 0, killed)
             outcomes = pool.outcomes(ranks=[r for r in range(3) if killed is None or r != victim])
         if killed is None:
