@@ -124,7 +124,8 @@ def written_beside(path: Path) -> Iterator[Path]:
             error.filename = str(path)
         raise
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder that is read-only says so of what is not there, too
+            draft.unlink()
 
 
 def lock_file(path: Path) -> IO[str]:

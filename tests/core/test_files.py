@@ -39,6 +39,19 @@ def test_a_failed_write_leaves_all_files_as_they_were(tmp_path):
     assert left(tmp_path) == {"a": "old"}
 
 
+def test_a_read_only_folder_is_named_by_the_file_that_was_to_be_in_it(tmp_path, monkeypatch):
+    """Linux refuses to remove what is not there, too."""
+
+    def refuse(path, *args, **kwargs):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match="Read-only") as caught:
+        replace_files({tmp_path / "a": ["new"]})
+    assert caught.value.filename == str(tmp_path / "a")
+
+
 def test_links_modes_and_devices_stay_what_they_are(tmp_path):
     target = tmp_path / "target"
     target.write_text("old")

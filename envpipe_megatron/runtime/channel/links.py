@@ -206,7 +206,8 @@ class _Maker:
             for boundary in sorted(put.keys() & obstacles.keys()):
                 put.pop(boundary).close()
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder that is read-only says so of what is not there, too
+                path.unlink()
         for boundary in self._own:
             if boundary not in obstacles:
                 side.carriers.append(put[boundary])

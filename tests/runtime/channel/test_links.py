@@ -310,6 +310,17 @@ def test_a_boundary_where_one_side_cannot_goes_by_nccl_and_all_say_so(
     assert len(job.watched) == sum(channel._side is not None for channel in channels)
 
 
+def test_a_read_only_dev_shm_leaves_all_boundaries_to_nccl(monkeypatch):
+    def refuse(path, *args, **kwargs):  # Linux refuses to remove what is not there, too
+        raise OSError(30, "Read-only file system", str(path))
+
+    job = MadeUpJob(monkeypatch, 2)
+    job.apart = {0: "", 1: ""}
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for channel in job.channels():
+        assert channel.about.endswith("(no common /dev/shm: other machines or containers)")
+
+
 def test_a_channel_for_messages_that_vary_has_headers(monkeypatch):
     """Slots have one size."""
     for channel in MadeUpJob(monkeypatch, 2).channels(vary=True):
