@@ -19,6 +19,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # meanwhile. Neither is imported yet.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What tests serve they ask for on this machine, by no proxy that its user may have.
+os.environ["no_proxy"] = f"{os.environ.get('no_proxy', '')},localhost,127.0.0.1,127.0.0.2"
+
 # Tests fork hundreds of children that live for milliseconds: looking through all objects of this
 # process for garbage takes each a fifth of a second, and a copy of them.
 os.register_at_fork(after_in_child=gc.freeze)
