@@ -127,7 +127,6 @@ def test_the_profile_is_complete_with_its_sidecar(finished):
         # From a few seconds of training, in which little is waited once backwards are split: a
         # slope over the clocks is told by few waits, the level by all.
         watts = list(curve.values())
-        assert sum(watts) / len(watts) == pytest.approx(83.64, rel=0.2)
         assert watts == pytest.approx([83.64] * len(watts), rel=0.5)
         assert sum(watts) / len(watts) == pytest.approx(83.64, rel=0.1)
     # Messages take no emulated time, and nothing is done after the last unit.
