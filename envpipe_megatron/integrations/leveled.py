@@ -139,10 +139,13 @@ class LeveledJob:
             options = replace(self.options, profile_only=False)
         if decision.level is Level.OBSERVE:
             options = replace(options, require_control=False)
+        read = self.session.state.given
         self._give_back()
         self.job = self._open_job(options, found)
         if self.job is None:
             self.close()
+        elif read is not None:
+            self.job.state.given = read[0], None  # its file may have gone since
         if self._begin_again is not None:
             self._begin_again()
         return True

@@ -46,6 +46,14 @@ def test_a_limit_that_shows_makes_the_job_again_at_its_level():
     assert said[2] == "level units; against order: random numbers (drawn in order); active"
 
 
+def test_a_profile_that_was_read_is_not_read_again():
+    """Its file may have been deleted since, or damaged: no error of it ends training."""
+    job, made, _ = begin(options=given(**FILES))
+    made[0].session.state.given = "profile", "plan"
+    assert job.lower([DRAWS])
+    assert made[1].session.state.given == ("profile", None)
+
+
 @pytest.mark.parametrize(("limit", "requires"), [(GRAPHS, True), (LEFT, False)])
 def test_what_a_level_below_units_cannot_have_ends_no_training(limit, requires, monkeypatch):
     """But who only wants a profile gets an error in the end."""

@@ -26,7 +26,7 @@ class FakeJob:
             raise WithoutEnvPipeError("NVML is not there")
         self.options, self.level = options, decision.level
         self.closed = False
-        state = SimpleNamespace(notes=tuple(notes), profile=None, phase=Phase.WARMUP)
+        state = SimpleNamespace(notes=tuple(notes), given=None, profile=None, phase=Phase.WARMUP)
         self.session: Any = Mock(state=state)
         self.session.parts.say = say
         say(f"{decision}; active")
