@@ -146,7 +146,6 @@ def lock_file(path: Path) -> IO[str]:
     with suppress(OSError):  # a full disk locks as well
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), "\n".join(_this_start()).encode())
-        os.fsync(lock.fileno())  # else NFS says only as it is closed that the disk is full
     return lock
 
 

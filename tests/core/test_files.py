@@ -7,13 +7,7 @@ import pytest
 
 from envpipe_megatron import files
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import (
-    lock_file,
-    read_text,
-    refuse_foreign,
-    replace_files,
-    shipped_folder,
-)
+from envpipe_megatron.files import read_text, refuse_foreign, replace_files, shipped_folder
 
 
 def left(folder):
@@ -74,14 +68,6 @@ def test_an_owner_that_the_container_does_not_know_stops_no_write(tmp_path, monk
     (tmp_path / "a").write_text("old")
     replace_files({tmp_path / "a": ["new"]})
     assert left(tmp_path) == {"a": "new"}
-
-
-def test_a_full_disk_is_met_as_a_file_is_locked_and_not_as_it_is_closed(tmp_path, monkeypatch):
-    """As NFS has it: a write goes well, and the next flush of the file, or its close, says it."""
-    unsaid = [OSError(122, "Disk quota exceeded")]
-    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(unsaid.pop()))
-    with lock_file(tmp_path / "lock"):
-        assert unsaid == []
 
 
 def test_a_text_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):

@@ -139,7 +139,8 @@ class JobFolder:
         """Write what is left, and let another job write to the folder."""
         self._writer.close()
         if self._lock is not None:
-            self._lock.close()
+            with suppress(OSError):  # only here NFS says that its disk was full at the start
+                self._lock.close()
 
     def resume(self, options: JobOptions, num_stages: int, gpu: Gpu, *, keeps: bool = True) -> None:
         """Find what an earlier start left that still holds; every rank calls it.

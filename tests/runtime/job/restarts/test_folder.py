@@ -1,5 +1,6 @@
 """The output folder: what another start finds, keeps and sets aside, and each node's own files."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fake_gpu import FakeGpu
@@ -371,6 +373,13 @@ def test_beside_a_live_job_where_no_folder_can_be_made_no_files_are_left(
     why = f"Another job writes to {whole}: this one leaves no files: [Errno 13] Permission denied"
     assert second.notes == (why,)
     assert why in caplog.text
+
+
+def test_a_lock_that_cannot_be_written_as_it_is_closed_ends_no_job(tmp_path, monkeypatch):
+    """As on NFS, which says only then that the disk was full."""
+    full = OSError(errno.EDQUOT, "Disk quota exceeded")
+    monkeypatch.setattr(restarts, "lock_file", lambda path: Mock(close=Mock(side_effect=full)))
+    job_folder(tmp_path).close()
 
 
 @pytest.mark.parametrize(
