@@ -387,7 +387,8 @@ class Schedule:
     @cached_property
     def places(self) -> IntArray:
         """[num_stages, units_per_stage] the place of the unit there: `places_of`."""
-        return places_of(self.stages, self.num_microbatches, self.num_chunks, self.unit_kinds)
+        places = places_of(self.stages, self.num_microbatches, self.num_chunks, self.unit_kinds)
+        return np.array(places, dtype=np.int32)
 
     @cached_property
     def _position_of_code(self) -> NDArray[np.intp]:
