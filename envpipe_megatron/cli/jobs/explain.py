@@ -53,10 +53,10 @@ def explain(
     which GPU, measured or emulated, and what was never tried. Nothing but the job's own decision is
     made, by its flags; no GPU, torch or Megatron is needed.
 
+    \b
     Example:
-
-      envpipe explain -- torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py
-      --pipeline-model-parallel-size 4 --num-experts 8 --envpipe
+      envpipe explain -- torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py \\
+          --pipeline-model-parallel-size 4 --num-experts 8 --envpipe
     """
     launcher, flags = _split(command)
     if recipe is not None:

@@ -183,12 +183,12 @@ def profile(
     On several nodes, run it on each; the profile is left on the node of rank 0. Layers are measured
     on one.
 
+    \b
     Example:
-
-      envpipe profile --output profile.csv -- --nproc-per-node 4 pretrain_gpt.py
-      --pipeline-model-parallel-size 4 --train-iters 2000 ...
-
-      envpipe profile --layers --output layers.json -- --nproc-per-node 4 pretrain_gpt.py ...
+      envpipe profile --output profile.csv -- --nproc-per-node 4 pretrain_gpt.py \\
+          --pipeline-model-parallel-size 4 --train-iters 2000 ...
+      envpipe profile --layers --output layers.json -- \\
+          --nproc-per-node 4 pretrain_gpt.py ...
     """
     if layers:
         _profile_layers(output.resolve(), command, sizes)
