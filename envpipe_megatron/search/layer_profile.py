@@ -295,7 +295,7 @@ class WaySums:
     def levels(self) -> list[tuple[float, IntArray]]:
         """Bytes that a piece may hold while it is recomputed, from the least.
 
-        With each, [n + 1] the next piece that holds more; behind all pieces if none does.
+        With each, [n + 1] the next piece that holds more; after all pieces if none does.
         """
         count = len(self.working_bytes)
         found = []

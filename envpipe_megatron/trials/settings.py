@@ -100,7 +100,7 @@ class Settings:
         forward_time_s: emulated time at the maximum clock of a forward of the first stage; a
             backward takes twice as long.
         warmup_iterations: of each turn, in 1F1B at the highest clock.
-        settle_iterations: steady ones behind these, in which clocks settle; not measured.
+        settle_iterations: steady ones after these, in which clocks settle; not measured.
         steady_iterations: measured ones of each turn; None for as many as last `worker.TURN_S`.
         proof: whether it is one: its arms start from a profile, which is measured first.
         rounds: of all arms.

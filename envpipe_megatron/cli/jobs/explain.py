@@ -90,7 +90,7 @@ def explain(
 
 
 def _split(command: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Split a command behind its script; without one, all of it are the script's flags."""
+    """Split a command after its script; without one, all of it are the script's flags."""
     script = next((n for n, word in enumerate(command) if word.endswith(".py")), None)
     if script is not None:
         return command[:script], list(command[script + 1 :])

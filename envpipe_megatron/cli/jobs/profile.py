@@ -130,7 +130,7 @@ def _run(
     *,
     script: bool = True,
 ) -> int:
-    """Run a module under the command's torchrun, with its script behind it or without."""
+    """Run a module under the command's torchrun, with its script after it or without."""
     parts = split(command)
     words = [*parts.options, "--nproc-per-node", str(num_ranks), "-m", *module]
     return _run_torchrun([*words, *(parts.script if script else ())], environment)

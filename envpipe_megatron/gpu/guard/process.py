@@ -226,7 +226,7 @@ class Guard:
 
         Args:
             ends_s: when the right to change clocks ends, s since 1970.
-            lease: without it, nobody would reset behind a guard that is killed.
+            lease: without it, nobody would reset after a guard that is killed.
         """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)

@@ -249,7 +249,7 @@ class Microbatches:
                 value=(len(gaps) + 1) / (count + 1),
                 remedy="Search by a profile of another origin.",
             )
-        beside = np.full((1, gaps.shape[1]), np.nan)  # behind the last
+        beside = np.full((1, gaps.shape[1]), np.nan)  # after the last
         each = np.concatenate([gaps, beside]).reshape(count + 1, edges, -1)[1:, :-1]
         medians: FloatArray = np.median(each, axis=0)
         return np.concatenate([medians[: slots + 1], medians[:slots:-1]]), window

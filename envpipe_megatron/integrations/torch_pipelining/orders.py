@@ -75,7 +75,7 @@ def stages_trained_by(schedule: Any) -> list[Any]:
 def torch_order(schedule: Any) -> Schedule:
     """Return the order that a schedule of torch's runs, of all ranks, the same on each.
 
-    A forward and a backward that torch lists as one are two units, which it runs one behind the
+    A forward and a backward that torch lists as one are two units, which it runs one after the
     other. Orders that have a name here get that. A user's class has the order of torch's class
     below it, and the first step shows whether it keeps it. ScheduleError if the schedule does not
     say its order, or it is not one of a training step.

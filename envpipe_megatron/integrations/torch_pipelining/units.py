@@ -61,7 +61,7 @@ EFFECTS = {
 class Units:
     """Reports the units of this rank's stages to `reporter`, while there is one.
 
-    On the last stage a forward ends behind its loss, which the schedule computes.
+    On the last stage a forward ends after its loss, which the schedule computes.
 
     Args:
         stages: of this rank, in the order of their chunks.
@@ -80,7 +80,7 @@ class Units:
         #: Chunks of which a backward has run, and what was seen that is against a trial of parts.
         self._ran, self._against = set[int](), dict[int | None, str]()
         self._agree = agree
-        #: The chunk of the forward that ends behind its loss.
+        #: The chunk of the forward that ends after its loss.
         self._awaits_loss: int | None = None
         self._reporting: list[Any] = []
         self._replaced = contextlib.ExitStack()
@@ -348,7 +348,7 @@ def _reason_of_graph(
 
 @contextlib.contextmanager
 def _own_gradients(leaves: Collection[torch.Tensor]) -> Iterator[None]:
-    """Let leaves have no gradient meanwhile, and their own again behind it."""
+    """Let leaves have no gradient meanwhile, and their own again after it."""
     own = [each.grad for each in leaves]
     for leaf in leaves:
         leaf.grad = None

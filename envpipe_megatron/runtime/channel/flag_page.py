@@ -152,7 +152,7 @@ class Word:
 
     @property
     def offset(self) -> int:
-        """Return how many bytes it lies behind the page's address."""
+        """Return how many bytes it lies after the page's address."""
         return self.index * _WORD_BYTES
 
     @property

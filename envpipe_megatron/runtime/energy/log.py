@@ -247,7 +247,7 @@ class Interval:
 
 
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
-    """Return the mean step of a warm-up, behind its first and the last that is longer.
+    """Return the mean step of a warm-up, after its first and the last that is longer.
 
     One in the second half counts, as a hiccup of training; before that, it prepares what follows:
     Megatron captures CUDA graphs ahead of its fourth step, and those before run without them. None

@@ -177,7 +177,7 @@ class PhaseParts:
         return self.options.num_microbatches
 
     def named(self, text: str) -> str:
-        """Return a text behind the batch's name, if it has one."""
+        """Return a text after the batch's name, if it has one."""
         return f"{self.batch}: {text}" if self.batch else text
 
     def of_batch(self, name: str, num_microbatches: int) -> PhaseParts:
@@ -188,7 +188,7 @@ class PhaseParts:
 
 
 def note(job: PhaseParts, *notes: str) -> None:
-    """Say notes, and have the bill say them behind those of before, each once."""
+    """Say notes, and have the bill say them after those of before, each once."""
     own = tuple(map(job.named, notes))
     kept = (note for note in job.state.notes if note not in own)
     job.state.notes = (*kept, *dict.fromkeys(own))
