@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 #: Options that do not go with a framework that keeps its own order and messages.
 _WITHOUT = (*OF_LEVELS, "scheduling", "max_in_flight", "profile_only", "channel")
-#: Where a call is made.
+#: Where a call is made, for errors.
 _OUTSIDE, _WITHIN = "outside a step", "within a step"
 
 

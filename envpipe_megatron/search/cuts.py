@@ -27,7 +27,7 @@ from envpipe_megatron.search.runs import (
 
 #: Prices of time, W, as multiples of the largest power of a unit, that the estimate tries.
 _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
-#: Numbers of an array over prices.
+#: Most numbers of an array over prices.
 _BLOCK = 1_000_000
 
 

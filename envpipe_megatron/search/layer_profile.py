@@ -23,7 +23,7 @@ EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
 #: Megatron's two names of recomputation.
 SELECTIVE, FULL = "selective", "full"
 
-#: Of a piece's time, from which on the host counts as what bounds it.
+#: The share of a piece's time from which on the host counts as what bounds it.
 _HOST_BOUND = 0.9
 
 

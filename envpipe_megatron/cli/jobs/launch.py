@@ -39,7 +39,7 @@ from envpipe_megatron.launch.options import (
     split,
 )
 
-#: A node over ssh gets its own.
+#: Options that are not passed on: a node over ssh gets its own.
 _OF_ONE_NODE = ("node_name", "until_stdin_ends")
 
 #: click leaves the lines of a paragraph after \b as they are; it would break options at dashes.

@@ -33,7 +33,7 @@ from envpipe_megatron.search.layer_jobs import (
 from envpipe_megatron.search.layer_profile import Links
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
-#: Of torchrun's --nnodes.
+#: Values of torchrun's --nnodes that are one node.
 _ONE_NODE = ("1", "1:1")
 
 

@@ -38,7 +38,7 @@ _HANDED_ON = (
     "_kwargs_chunk_spec",
     "_output_merge_spec",
 )
-#: Their tables, in torch 2.13 and before, do not say what they run.
+#: Schedules whose tables do not say what they run, in torch 2.13 and before.
 _WITHOUT_TABLE = {Schedule1F1B: builders.one_f_one_b, ScheduleGPipe: builders.gpipe}
 
 

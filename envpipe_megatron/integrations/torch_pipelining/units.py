@@ -39,7 +39,7 @@ _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chun
 #: What a backward is given, in its order; names of the number of a microbatch.
 _ARGUMENTS = "bwd_chunk_id", "loss", "full_backward"
 _CHUNK_IDS = "bwd_chunk_id", "fwd_chunk_id"
-#: Kinds of those whose arguments do not matter.
+#: Kinds of the units whose arguments do not matter.
 _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
 #: How often a backward is tried both ways: kernels may repeat themselves by chance.
 _TRIES = 4

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 #: One stage's side of the boundary to a neighbour: it receives one kind and sends the other.
 Carrier = PutCarrier | TransferCarrier
 
-#: For a device that comes to rest, and for neighbours that close too.
+#: How long to wait for the device to come to rest, and for neighbours to close too.
 _CLOSE_S = 20.0
 
 

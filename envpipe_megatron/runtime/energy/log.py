@@ -95,7 +95,7 @@ class EnergyLog:
         self._with_counter = with_counter
         self._append = append
         self._sums = LineSums(lambda window: append(window.line()))
-        #: Those that are not written yet, and whether steps may still be added to the last.
+        #: Windows that are not written yet, and whether steps may still be added to the last.
         self._windows: deque[Window] = deque()
         self._grows = False
         #: By phase, what its steps are compared with from now on.

@@ -95,7 +95,7 @@ class SessionState:
     #: The user's profile and plan, once they are read.
     given: tuple[Profile, Plan | None] | None = None
     profile: Profile | None = None
-    #: What that was measured on; None if it was read.
+    #: The order that the profile was measured on; None if it was read.
     profiled: Schedule | None = None
     plan: Plan | None = None
     #: Whether batches of several sizes have come.
