@@ -63,7 +63,7 @@ TEXT_OPTION = click.option(
     help="File or folder to train on. Default: the Python standard library's sources.",
 )
 
-#: A file's mark is within these.
+#: A file's format is named within its first bytes, this many.
 _HEAD_BYTES = 1 << 16
 
 #: A disk, a quota or a largest size of files is used up, or what is written to is broken.

@@ -195,7 +195,7 @@ class BillReport:
         self._node = node
         self._tariff = tariff
         self._interval = interval
-        #: Iterations at the last line.
+        #: Iterations that the last line was of.
         self._done = 0
         self._over = threading.Event()
         self._follower: threading.Thread | None = None

@@ -56,10 +56,10 @@ _SSH_OPTIONS = (
     *("-o", "ControlMaster=no"),
 )
 
-#: For a node to end, beside twice what torchrun gives its ranks, which may have to be ended once
-#: more: then the energy bill waits for other nodes.
+#: How long a node has to end, beside twice what torchrun gives its ranks, which may have to be
+#: ended once more: then the energy bill waits for other nodes.
 STOP_GRACE_S = 90.0
-#: For output that is still to come when the client has ended.
+#: How long to wait for output that is still to come when the client has ended.
 _LAST_GRACE_S = 5.0
 _OF_SSH = 255
 

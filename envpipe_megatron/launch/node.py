@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 #: Starts torchrun. Without -P, Python would look for its modules in this folder first.
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
-#: Beyond what torchrun gives its ranks. While it waits at the end for nodes that were lost, it
-#: handles no signal for minutes.
+#: How much longer torchrun has to end than its ranks have. While it waits for nodes that were
+#: lost, it handles no signal for minutes.
 _PATIENCE_S = 10.0
-#: Meanwhile they may have started others.
+#: Until processes are looked for again: those that were found may have started others.
 _LOOK_AGAIN_S = 0.1
 #: How long the bill waits for other nodes, which may hang in collectives until these time out.
 _OTHERS_END_S = 30.0

@@ -146,8 +146,8 @@ def handled_signals(options: argparse.Namespace) -> set[signal.Signals]:
 
 def shutdown_s(options: argparse.Namespace) -> int:
     """Return how long torchrun gives its ranks from a signal to their end, s."""
-    # Older torchruns have no such option; and any torchrun refuses a variable that is no number.
-    given: int | None = getattr(options, "shutdown_timeout", None)
+    # torch 2.11 has neither option nor variable; and any torchrun refuses one that is no number.
+    given: int | None = getattr(options, "shutdown_timeout", _SHUTDOWN_S)
     variable = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     return given if given is not None else int(variable) if variable.isdecimal() else _SHUTDOWN_S
 

@@ -119,7 +119,7 @@ def bubbles_chart(found: Bubbles) -> Chart:
 
 
 def clock_charts(samples: Sequence[ClockSamples]) -> list[Chart]:
-    """Draw clocks asked for and seen of each GPU, and what held them back but for idling."""
+    """Draw clocks asked for and seen of each GPU, and what held them back except for idling."""
     gpus = gpus_of(read.labels for read in samples)
     looks = [_looks(gpu, samples) for gpu in gpus]
     first_s = min(own[0][0] for own in looks)

@@ -33,7 +33,7 @@ from envpipe_megatron.search.layer_jobs import (
 from envpipe_megatron.search.layer_profile import Links
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
-#: Of torchrun's --nnodes.
+#: Values of torchrun's --nnodes that are one node.
 _ONE_NODE = ("1", "1:1")
 
 
@@ -130,7 +130,7 @@ def _run(
     *,
     script: bool = True,
 ) -> int:
-    """Run a module under the command's torchrun, with its script behind it or without."""
+    """Run a module under the command's torchrun, with its script after it or without."""
     parts = split(command)
     words = [*parts.options, "--nproc-per-node", str(num_ranks), "-m", *module]
     return _run_torchrun([*words, *(parts.script if script else ())], environment)
@@ -183,12 +183,12 @@ def profile(
     On several nodes, run it on each; the profile is left on the node of rank 0. Layers are measured
     on one.
 
+    \b
     Example:
-
-      envpipe profile --output profile.csv -- --nproc-per-node 4 pretrain_gpt.py
-      --pipeline-model-parallel-size 4 --train-iters 2000 ...
-
-      envpipe profile --layers --output layers.json -- --nproc-per-node 4 pretrain_gpt.py ...
+      envpipe profile --output profile.csv -- --nproc-per-node 4 pretrain_gpt.py \\
+          --pipeline-model-parallel-size 4 --train-iters 2000 ...
+      envpipe profile --layers --output layers.json -- \\
+          --nproc-per-node 4 pretrain_gpt.py ...
     """
     if layers:
         _profile_layers(output.resolve(), command, sizes)

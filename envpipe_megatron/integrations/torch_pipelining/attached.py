@@ -230,7 +230,7 @@ class AttachedPipeline(LeveledJob):
         """Run a step by torch, and compare its units with the order that the schedule names."""
         seen, self._units.seen = UnitRecorder(), set()
         if self.session.may_split and self._units.why_whole is None:  # else one has failed before
-            # Of what was wrapped behind `attach`. A trial is of all ranks of a stage, or of none.
+            # Of what was wrapped after `attach`. A trial is of all ranks of a stage, or of none.
             why = max(of_all_ranks(known_reason(self._stages))) or NOT_TRIED
             self._units.why_whole = dict.fromkeys(range(len(self._stages)), why)
         self._units.reporter = seen

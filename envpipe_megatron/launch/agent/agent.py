@@ -42,7 +42,7 @@ _BACKLOG = 256
 _LOOK_S, _LEAST_WAIT_S = 0.01, 0.5
 #: How often to look for GPUs without windows.
 _TICK_S = 10.0
-#: For a reading of a counter, which back ends give up after three seconds.
+#: How long to wait for a reading of a counter, which back ends give up after three seconds.
 _READ_S = 5.0
 
 
@@ -74,7 +74,7 @@ class NodeAgent:
         self.uplink = Uplink(self.log)
         self.control: dict[str, Any] | None = None
         self._collector = Collector()
-        #: What serves each connected rank, and has its name; and what serves them all.
+        #: The task that serves each connected rank, named as it; and those that serve them all.
         self._ranks: set[asyncio.Task[None]] = set()
         self._lasting: list[asyncio.Task[None]] = []
         #: Until when this may wait at the end, by the monotonic clock.

@@ -30,10 +30,10 @@ from envpipe_megatron.launch.agent.ledger import NodeLog
 
 logger = logging.getLogger(__name__)
 
-#: Of a log that are sent at once, and of earlier starts' lines that are added up before: those of
-#: some tenths of a second.
+#: Bytes of a log that are sent at once, and of earlier starts' lines that are added up before that:
+#: those of some tenths of a second.
 _PIECE_BYTES, _EARLIER_BYTES = 2**18, 2**20
-#: Of a piece as JSON, which may write a character in as many as three times its bytes.
+#: Bytes of a piece as JSON, which may write a character in as many as three times its bytes.
 _MOST_BYTES = 4 * _EARLIER_BYTES
 _HELLO_S = 10.0
 _BACKLOG = 1024

@@ -2,7 +2,7 @@
 
 A request that wakes a thread of this process hands Python's lock over and gets it back, and where
 the host has no lead over the GPU, each unit is that much longer. Here a request is a store in a
-page, and a word there that the stream counts up behind the unit before. Where units run on no
+page, and a word there that the stream counts up after the unit before. Where units run on no
 stream they have ended when their Python has, and the host counts.
 """
 
@@ -153,7 +153,7 @@ class RankClock:
     ) -> Callable[[], None] | None:
         """Set the clock once the GPU has come to here, or so long after; returns at once.
 
-        Here is behind all that the current stream holds. Called by one thread. What it returns of a
+        Here is after all that the current stream holds. Called by one thread. What it returns of a
         request with a delay is to be called where the GPU may not wait for any longer. The clock of
         the last request is not asked for again, unless something else has undone that.
         """

@@ -47,7 +47,7 @@ _TYPICAL_REFRESH_S = 0.1
 _NEIGHBOURS = 5
 #: How long to wait for the thread; a driver that hangs must not take training with it.
 _LOOK_TIMEOUT_S = 1.0
-#: For a process that starts first.
+#: How long to wait for the first look: its process starts first.
 _FIRST_LOOK_S = 10.0
 
 
