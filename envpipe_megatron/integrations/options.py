@@ -144,6 +144,11 @@ def _variable(name: str) -> str:
     return f"ENVPIPE_{name.upper()}"
 
 
+def by_variables() -> bool:
+    """Return whether this rank's environment sets options; another rank's may not."""
+    return any(os.environ.get(_variable(name)) for name in _OF_VARIABLES)
+
+
 def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> dict[str, Any]:
     """Fill in options from variables, and those that follow from type and reconfiguring.
 
