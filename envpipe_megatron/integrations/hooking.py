@@ -156,8 +156,7 @@ def options_of(
         save_folder=args.save,
         named=named,
     )
-    prepare_files(options, args.pipeline_model_parallel_size, named)
-    return options
+    return prepare_files(options, args.pipeline_model_parallel_size, named)
 
 
 def same_job(args: argparse.Namespace) -> dict[str, object]:
