@@ -5,7 +5,9 @@ import os
 import select
 import shlex
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -244,6 +246,24 @@ def test_a_client_that_cannot_be_started_stops_the_others(tmp_path, witness):
         assert missing in launcher.messages
 
 
+@pytest.mark.parametrize("started", range(4))
+def test_threads_that_cannot_be_started(monkeypatch, capfd, witness, started):
+    """The job waited forever for a node of which nobody heard."""
+    start, left = threading.Thread.start, iter(range(started))
+
+    def limited(thread):
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    nodes = {"one": witness.holding(WAITS), "two": witness.holding(WAITS)}
+    assert run_nodes(nodes) == 1
+    assert (
+        f"{'two' if started == 3 else 'one'} could not be started: can't" in capfd.readouterr().err
+    )
+
+
 # The command
 
 
@@ -314,6 +334,26 @@ def test_two_hosts_from_the_command_line_to_the_end(ssh, tmp_path, monkeypatch):
 def over_ssh(ssh, host, python):
     where = Host(host, 1, "hosts:1")
     return list(ssh_command(ssh, where, [], python=python, folder=Path("/"), environ={}))
+
+
+def test_a_launcher_without_an_output(tmp_path):
+    """As by `>&-`: no node was heard of again."""
+    hosts, ssh = tmp_path / "hosts", program(tmp_path / "ssh", "#!/bin/sh\necho said; exit 3\n")
+    hosts.write_text("one slots=1\n")
+    words = [
+        sys.executable,
+        "-m",
+        "envpipe_megatron.cli",
+        "launch",
+        "--hostfile",
+        hosts,
+        "--ssh",
+        ssh,
+    ]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *words, "train.py"]
+    ended = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=LONG_S, check=False)
+    assert ended.returncode == 3
+    assert "one failed, exit status 3" in ended.stderr
 
 
 @pytest.fixture
