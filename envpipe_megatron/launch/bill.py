@@ -199,6 +199,8 @@ class BillReport:
         self._done = 0
         self._over = threading.Event()
         self._follower: threading.Thread | None = None
+        #: The last bill, and whether it is written.
+        self._ended: tuple[Bill, bool] | None = None
 
     @cached_property
     def _path(self) -> Path:
@@ -265,24 +267,30 @@ class BillReport:
             return False
         return True
 
-    def stop(self) -> None:
-        """Follow no more, once what is shown or written now has been."""
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Follow no more, once what is shown or written now has been, or the time is over."""
         self._over.set()
         if self._follower is not None:
-            self._follower.join()
+            self._follower.join(timeout_s)
 
     def end(self, bill: Bill) -> None:
-        """Write and show the last bill. What cannot be written or shown stops nothing else."""
+        """Write the last bill. What cannot be written stops nothing else."""
         self.stop()
         self.look(bill)
-        written = self._write(self._path, bill_facts(bill, self._tariff))
+        self._ended = bill, self._write(self._path, bill_facts(bill, self._tariff))
         self._write(self._path.with_suffix(".csv"), bill_csv(bill))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
         of_nodes = {log_path(self._folder, node) for node in bill.nodes}
         for log in sorted(set(self._folder.glob("energy-*.jsonl")) - of_nodes):
             logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)
-        with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
+
+    def show(self) -> None:
+        """Show the last bill on this node, if it was here, to who still reads."""
+        if self._ended is None:
+            return
+        bill, written = self._ended
+        with contextlib.suppress(OSError, SystemExit, UnicodeError):  # nobody reads any more
             show_bill(bill, self._tariff, Console())
         if written:
             say_as_launcher(f"the bill is in {self._path}")

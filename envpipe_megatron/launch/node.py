@@ -47,6 +47,8 @@ _LOOK_AGAIN_S = 0.1
 _OTHERS_END_S = 30.0
 #: How long to wait for the last messages of ranks that have ended.
 _LAST_WORDS_S = 5.0
+#: How long to wait for files beyond that.
+_DISK_S = 30.0
 #: How long the bill still waits after a signal; a second one ends the wait.
 _HURRIED_S = 5.0
 #: How long to wait for guards of ranks that have ended. A reset takes milliseconds, by a command
@@ -89,7 +91,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         last.callback(_wait_for_guards)
         agent = NodeAgent(settings.output_dir, settings.node_name)
         last.callback(agent.close)
-        last.callback(report.stop)
+        last.callback(report.stop, _HURRIED_S)
         report.follow(agent)
         if agent.log.earlier_bytes:
             say_as_launcher(f"{agent.log.path} is continued; a new job needs another --output")
@@ -107,11 +109,16 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
             agent.finish(1, 0.0)  # or the bill would call this node lost
             raise
         signals.call(lambda: agent.shorten_waits(_HURRIED_S), agent.shorten_waits)
-        agent.wait_until_none_is_connected(_LAST_WORDS_S)
+        billing = threading.Thread(target=_bill, args=(agent, code, report), daemon=True)
         try:
+            billing.start()
+            billing.join(_LAST_WORDS_S + 2 * _OTHERS_END_S + _DISK_S)
+        except RuntimeError:  # there is no thread left
             _bill(agent, code, report)
-        except Exception:  # training has its own exit status
-            logger.exception("There is no bill")
+        if billing.is_alive():
+            logger.error("There is no bill: the disk of %s hangs", settings.output_dir)
+        else:
+            report.show()
     return code
 
 
@@ -140,24 +147,26 @@ def _ends(pid: int, until_s: float) -> bool:
 
 
 def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
-    if not agent.gpus.ledgers():
-        agent.finish(code, 0.0)
-        if not code:  # else what torchrun said matters
+    """End the bill and write it, which never ends on a disk that hangs."""
+    try:
+        agent.wait_until_none_is_connected(_LAST_WORDS_S)
+        late = agent.finish(code, _OTHERS_END_S)
+        if agent.bill is not None:
+            for name in late:
+                why = "%s did not end in time; `envpipe energy sum` adds its log up later"
+                logger.warning(why, name)
+            report.end(agent.bill)
+        elif ledgers := agent.gpus.ledgers():
+            own_j = sum(ledger.energy_j for ledger in ledgers)
+            say_as_launcher(f"{own_j:.1f} J on this node, in {agent.log.path}")
+            if why := agent.uplink.why_unknown():
+                say_as_launcher(f"the job's bill may lack them: {why}")
+        elif not code:  # else what torchrun said matters
             say_as_launcher(
                 "no rank of this node reported any training, so there is no bill: is EnvPipe on?"
             )
-        return
-    late = agent.finish(code, _OTHERS_END_S)
-    bill = agent.bill
-    if bill is None:
-        own_j = sum(ledger.energy_j for ledger in agent.gpus.ledgers())
-        say_as_launcher(f"{own_j:.1f} J on this node, in {agent.log.path}")
-        if why := agent.uplink.why_unknown():
-            say_as_launcher(f"the job's bill may lack them: {why}")
-        return
-    for name in late:
-        logger.warning("%s did not end in time; `envpipe energy sum` adds its log up later", name)
-    report.end(bill)
+    except Exception:  # training has its own exit status
+        logger.exception("There is no bill")
 
 
 def run_torchrun(

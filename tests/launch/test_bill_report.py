@@ -41,6 +41,7 @@ def test_a_bill_that_grows_and_ends(tmp_path, bill, capfd, caplog):
     report.look(bill)
     assert not written(tmp_path)["complete"], "the job goes on"
     report.end(bill)
+    report.show()
     out, err = capfd.readouterr()
     line = "[envpipe] 1 iterations: 100 J in all on 1 GPUs, 50.0 W each\n"
     assert err == f"{line}[envpipe] the bill is in {tmp_path}/bill.json\n"
@@ -62,6 +63,7 @@ def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capf
         report.look(bill)
     (tmp_path / "bill.json").write_text("the first job's")
     report.end(bill)
+    report.show()
     names = [".bill.lock", "bill-n_1.a.csv", "bill-n_1.a.json", "bill.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert (tmp_path / "bill.json").read_text() == "the first job's"
@@ -113,7 +115,9 @@ def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, monkeypatch, coll
 def test_torn_lines_are_told_of_also_where_no_file_can_be_written(tmp_path, bill, caplog, capfd):
     (tmp_path / "bill.json").mkdir()
     bill.unreadable = 2
-    BillReport(tmp_path, Tariff()).end(bill)
+    report = BillReport(tmp_path, Tariff())
+    report.end(bill)
+    report.show()
     assert "2 torn or foreign lines" in caplog.text
     assert "bill.json is not written" in caplog.text
     out, err = capfd.readouterr()

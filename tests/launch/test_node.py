@@ -21,7 +21,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch import bill as bill_report
 from envpipe_megatron.launch import node
-from envpipe_megatron.launch.agent import prometheus
+from envpipe_megatron.launch.agent import agent as agent_module
+from envpipe_megatron.launch.agent import ledger, prometheus
 from envpipe_megatron.launch.node import NodeSettings, run_node
 
 #: A job's waits, none of which a test has the time for.
@@ -45,6 +46,7 @@ def train(monkeypatch, output) -> Callable[..., int]:
         code: int = 0,
         options: Sequence[str] = (),
         meanwhile: Callable[..., None] = lambda *given: None,
+        hangs: Callable[..., None] = lambda *given: None,
         **settings: Any,
     ) -> int:
         def torchrun(arguments: object, environment: dict[str, str], signals: Signals) -> int:
@@ -63,6 +65,7 @@ def train(monkeypatch, output) -> Callable[..., int]:
                 assert other.agent._call(until)
             rank.train(0)
             rank.bye()
+            hangs()
             return code
 
         monkeypatch.setattr(node, "run_torchrun", torchrun)
@@ -166,31 +169,33 @@ class Ended:
         self.uplink = SimpleNamespace(why_unknown=lambda: why)
         self._late, self.bill = late or [], bill
 
+    def wait_until_none_is_connected(self, timeout_s: float) -> bool:
+        return True
+
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
         self.finished.append((exit_code, wait_s))
         return self._late
 
 
 @pytest.mark.parametrize(
-    ("agent", "code", "said", "waits_s"),
+    ("agent", "code", "said"),
     [
-        (Ended(), 0, ["no rank of this node reported any training"], 0.0),
-        (Ended(), 3, [], 0.0),
-        (Ended(1.25, 2.5), 0, ["3.8 J on this node, in its log\n"], LONG_S),
+        (Ended(), 0, ["no rank of this node reported any training"]),
+        (Ended(), 3, []),
+        (Ended(1.25, 2.5), 0, ["3.8 J on this node, in its log\n"]),
         (
             Ended(1.0, why="why"),
             5,
             ["1.0 J on this node, in its log\n", "the job's bill may lack them: why\n"],
-            LONG_S,
         ),
     ],
 )
-def test_what_a_node_says_that_has_no_bill(output, capfd, agent, code, said, waits_s):
+def test_what_a_node_says_that_has_no_bill(output, capfd, agent, code, said):
     node._bill(agent, code, None)  # type: ignore[arg-type]
     lines = capfd.readouterr().err.splitlines(keepends=True)
     assert len(lines) == len(said)
     assert all(f"[envpipe] {text}" in line for text, line in zip(said, lines, strict=True))
-    assert agent.finished == [(code, waits_s)]
+    assert agent.finished == [(code, LONG_S)]
 
 
 def test_nodes_that_are_late_are_named_with_the_bill(output, caplog):
@@ -235,6 +240,32 @@ def test_nobody_reads_the_bill(nodes, train, output, monkeypatch, error):
     monkeypatch.setattr(bill_report, "show_bill", show)
     assert train(nodes) == 0
     assert bill_of(output)["complete"]
+
+
+@pytest.mark.parametrize("of", ["the log", "the bill"])
+def test_a_disk_that_hangs_at_the_end_keeps_no_launcher(
+    nodes, train, output, monkeypatch, caplog, of
+):
+    """It waited for ever, and the job kept its nodes."""
+    mended = threading.Event()
+
+    def hang(*call: Any) -> None:
+        mended.wait(LONG_S)
+
+    def meanwhile(*given: Any) -> None:
+        module, name = (
+            (ledger, "append_line") if of == "the log" else (bill_report, "replace_files")
+        )
+        monkeypatch.setattr(module, name, hang)
+
+    for name in ("_OTHERS_END_S", "_DISK_S", "_HURRIED_S", "_LAST_WORDS_S"):
+        monkeypatch.setattr(node, name, 0.1)
+    monkeypatch.setattr(agent_module, "_READ_S", 0.1)
+    try:
+        assert train(nodes, code=7, bill_interval=1, hangs=meanwhile) == 7
+        assert f"the disk of {output} hangs" in caplog.text
+    finally:
+        mended.set()
 
 
 def test_a_start_that_fails_is_no_lost_node(nodes, train, output, caplog):

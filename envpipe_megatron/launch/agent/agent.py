@@ -113,7 +113,7 @@ class NodeAgent:
         """Stop; safe to call twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            self._thread.join(_READ_S)  # the log's disk may hang
         self._listener.close()
         self.log.close()
 
