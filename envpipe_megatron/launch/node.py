@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import IO
 
 from envpipe_megatron import child
@@ -43,6 +44,8 @@ TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
 _PATIENCE_S = 10.0
 #: Meanwhile they may have started others.
 _LOOK_AGAIN_S = 0.1
+#: How often to look whether the bill has grown.
+_BILL_LOOK_S = 1.0
 #: How long the bill waits for other nodes, which may hang in collectives until these time out.
 _OTHERS_END_S = 30.0
 #: How long to wait for the last messages of ranks that have ended.
@@ -91,12 +94,17 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         last.callback(_wait_for_guards)
         agent = NodeAgent(settings.output_dir, settings.node_name)
         last.callback(agent.close)
-        last.callback(report.stop, _HURRIED_S)
-        report.follow(agent)
         if agent.log.earlier_bytes:
             say_as_launcher(f"{agent.log.path} is continued; a new job needs another --output")
         also = handled_signals(read(torchrun_arguments))
         signals = last.enter_context(Signals(also, until_stdin_ends=settings.until_stdin_ends))
+        codes: SimpleQueue[int] = SimpleQueue()
+        billing = threading.Thread(target=_bill, args=(agent, report, codes), daemon=True)
+        try:
+            billing.start()
+        except RuntimeError as error:  # no more threads: training does not need this one
+            logger.error("The bill is shown at the end only: %s", error)
+        code = 1
         try:
             if settings.prometheus_port is not None:
                 from envpipe_megatron.launch.agent.prometheus import serve_metrics
@@ -105,16 +113,13 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
                 last.callback(serve_metrics(agent, *where, settings.job_name, tariff))
             named = {AGENT_VARIABLE: agent.address, JOB_NAME_VARIABLE: settings.job_name}
             code = run_torchrun(torchrun_arguments, {**os.environ, **named}, signals)
-        except BaseException:
-            agent.finish(1, 0.0)  # or the bill would call this node lost
-            raise
-        signals.call(lambda: agent.shorten_waits(_HURRIED_S), agent.shorten_waits)
-        billing = threading.Thread(target=_bill, args=(agent, code, report), daemon=True)
-        try:
-            billing.start()
-            billing.join(_LAST_WORDS_S + 2 * _OTHERS_END_S + _DISK_S)
-        except RuntimeError:  # there is no thread left
-            _bill(agent, code, report)
+        finally:
+            signals.call(lambda: agent.shorten_waits(_HURRIED_S), agent.shorten_waits)
+            codes.put(code)
+            if billing.ident is None:
+                _bill(agent, report, codes)
+            else:
+                billing.join(_LAST_WORDS_S + 2 * _OTHERS_END_S + _DISK_S)
         if billing.is_alive():
             logger.error("There is no bill: the disk of %s hangs", settings.output_dir)
         else:
@@ -146,8 +151,21 @@ def _ends(pid: int, until_s: float) -> bool:
         os.close(process)
 
 
-def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
-    """End the bill and write it, which never ends on a disk that hangs."""
+def _bill(agent: NodeAgent, report: BillReport, codes: SimpleQueue[int]) -> None:
+    """Show and write the bill as it grows, and end it when torchrun has ended with a code.
+
+    A stopped terminal or a disk that hangs delays only this; lines are left out meanwhile.
+    """
+    code, look_s = None, _BILL_LOOK_S
+    while code is None:
+        try:
+            if agent.bill is not None:
+                report.look(agent.bill)
+        except Exception:
+            logger.exception("The bill is shown at the end only")
+            look_s = threading.TIMEOUT_MAX
+        with contextlib.suppress(Empty):
+            code = codes.get(timeout=look_s)
     try:
         agent.wait_until_none_is_connected(_LAST_WORDS_S)
         late = agent.finish(code, _OTHERS_END_S)

@@ -10,19 +10,23 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from agent_ranks import Nodes
+from energy_lines import parsed, window
 
 from envpipe_megatron.child import Signals
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch import bill as bill_report
 from envpipe_megatron.launch import node
 from envpipe_megatron.launch.agent import agent as agent_module
 from envpipe_megatron.launch.agent import ledger, prometheus
+from envpipe_megatron.launch.bill import BillReport, Tariff, bill_facts
 from envpipe_megatron.launch.node import NodeSettings, run_node
 
 #: A job's waits, none of which a test has the time for.
@@ -177,6 +181,12 @@ class Ended:
         return self._late
 
 
+def end(agent: Any, code: int, report: Any = None) -> None:
+    codes: SimpleQueue[int] = SimpleQueue()
+    codes.put(code)
+    node._bill(agent, report, codes)
+
+
 @pytest.mark.parametrize(
     ("agent", "code", "said"),
     [
@@ -191,7 +201,7 @@ class Ended:
     ],
 )
 def test_what_a_node_says_that_has_no_bill(output, capfd, agent, code, said):
-    node._bill(agent, code, None)  # type: ignore[arg-type]
+    end(agent, code)
     lines = capfd.readouterr().err.splitlines(keepends=True)
     assert len(lines) == len(said)
     assert all(f"[envpipe] {text}" in line for text, line in zip(said, lines, strict=True))
@@ -201,11 +211,70 @@ def test_what_a_node_says_that_has_no_bill(output, capfd, agent, code, said):
 def test_nodes_that_are_late_are_named_with_the_bill(output, caplog):
     told: list[object] = []
     agent = Ended(1.0, late=["n1", "n2"], bill="the bill")
-    node._bill(agent, 0, SimpleNamespace(end=told.append))  # type: ignore[arg-type]
+    end(agent, 0, SimpleNamespace(look=lambda bill: None, end=told.append))
     assert told == ["the bill"]
     assert [record.getMessage()[:21] for record in caplog.records] == [
         "n1 did not end in tim", "n2 did not end in tim"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, monkeypatch, collects):
+    """What is shown and written late is of the time of its line; others are left out meanwhile."""
+    goes_on, asked, told = threading.Event(), threading.Semaphore(0), []
+
+    def say(text: str) -> None:
+        told.append(text)
+        assert goes_on.wait(LONG_S)
+
+    class Asked(Bill):
+        def snapshot(self) -> Bill:
+            made = super().snapshot()
+            asked.release()
+            return made
+
+    monkeypatch.setattr(bill_report, "say_as_launcher", say)
+    monkeypatch.setattr(node, "_BILL_LOOK_S", 0.001)
+    report, bill, codes = BillReport(tmp_path, Tariff(), 1), Asked(), SimpleQueue[int]()
+    agent = Ended(bill=bill if collects else None)
+    billing = threading.Thread(target=node._bill, args=(agent, report, codes), daemon=True)
+    billing.start()
+    bill.add(*parsed([window()]))
+    if collects:
+        assert asked.acquire(timeout=LONG_S)
+        before = json.loads(json.dumps(bill_facts(bill, Tariff(), over=False)))
+        for number in range(1, 1000):
+            bill.add(*parsed([window(iteration=number)]))
+    else:
+        assert not asked.acquire(timeout=0.01)
+    facts: list[Any] = []
+    monkeypatch.setattr(report, "_write", lambda path, text: facts.append(text))
+    goes_on.set()
+    codes.put(1)
+    billing.join(LONG_S)
+    if not collects:
+        assert facts == told == []
+        return
+    assert facts[0] == before
+    numbers = [int(line.split()[0]) for line in told]
+    assert numbers[0] == 1
+    assert numbers[-1] == 1000
+    assert len(numbers) <= 3, "of a thousand"
+
+
+def test_a_launcher_that_gets_no_thread_shows_the_bill_at_the_end_only(
+    nodes, train, output, monkeypatch, caplog
+):
+    def refuse(thread: Any) -> None:
+        if thread._target is node._bill:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert train(nodes) == 0
+    assert "can't start new thread" in caplog.text
+    assert bill_of(output)["complete"]
 
 
 @pytest.mark.usefixtures("signals_at_default")
@@ -215,10 +284,12 @@ def test_signals_while_other_nodes_are_waited_for_end_the_waiting(
     """And not the launcher: the bill is told, and the exit status is training's."""
     bill = node._bill
 
-    def signalled(*arguments: Any) -> None:
+    def signalled(agent: Any, report: Any, codes: SimpleQueue[int]) -> None:
+        code = codes.get()
         for number in (signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), number)
-        bill(*arguments)
+        codes.put(code)
+        bill(agent, report, codes)
 
     monkeypatch.setattr(node, "_bill", signalled)
     assert train(nodes, others=True, code=1) == 1
