@@ -48,9 +48,7 @@ _LOOK_AGAIN_S = 0.1
 _BILL_LOOK_S = 1.0
 #: How long the bill waits for other nodes, which may hang in collectives until these time out.
 _OTHERS_END_S = 30.0
-#: How long to wait for the last messages of ranks that have ended.
-_LAST_WORDS_S = 5.0
-#: How long to wait for files beyond that.
+#: How long to wait for ranks and files beyond that.
 _DISK_S = 30.0
 #: How long the bill still waits after a signal; a second one ends the wait.
 _HURRIED_S = 5.0
@@ -119,7 +117,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
             if billing.ident is None:
                 _bill(agent, report, codes)
             else:
-                billing.join(_LAST_WORDS_S + 2 * _OTHERS_END_S + _DISK_S)
+                billing.join(2 * _OTHERS_END_S + _DISK_S)
         if billing.is_alive():
             logger.error("There is no bill: the disk of %s hangs", settings.output_dir)
         else:
@@ -167,7 +165,6 @@ def _bill(agent: NodeAgent, report: BillReport, codes: SimpleQueue[int]) -> None
         with contextlib.suppress(Empty):
             code = codes.get(timeout=look_s)
     try:
-        agent.wait_until_none_is_connected(_LAST_WORDS_S)
         late = agent.finish(code, _OTHERS_END_S)
         if agent.bill is not None:
             for name in late:

@@ -1,5 +1,6 @@
 """A node's launcher around a made-up torchrun: its bill and exit status, whatever happens."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -66,7 +67,7 @@ def train(monkeypatch, output) -> Callable[..., int]:
                 send(other.connection, {"op": "send_to", "endpoint": endpoint})
                 other.say_hello()  # answered after what was sent before it
                 until = other.agent._holds(other.agent.uplink.knows_all, LONG_S)
-                assert other.agent._call(until)
+                assert asyncio.run_coroutine_threadsafe(until, other.agent._loop).result()
             rank.train(0)
             rank.bye()
             hangs()
@@ -172,9 +173,6 @@ class Ended:
         self.gpus = SimpleNamespace(ledgers=lambda: ledgers)
         self.uplink = SimpleNamespace(why_unknown=lambda: why)
         self._late, self.bill = late or [], bill
-
-    def wait_until_none_is_connected(self, timeout_s: float) -> bool:
-        return True
 
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
         self.finished.append((exit_code, wait_s))
@@ -329,7 +327,7 @@ def test_a_disk_that_hangs_at_the_end_keeps_no_launcher(
         )
         monkeypatch.setattr(module, name, hang)
 
-    for name in ("_OTHERS_END_S", "_DISK_S", "_HURRIED_S", "_LAST_WORDS_S"):
+    for name in ("_OTHERS_END_S", "_DISK_S"):
         monkeypatch.setattr(node, name, 0.1)
     monkeypatch.setattr(agent_module, "_READ_S", 0.1)
     try:
