@@ -202,11 +202,16 @@ def backend_class(name: str) -> type[Gpu]:
 
 @cache
 def vendors() -> tuple[type[VendorGpu], ...]:
-    """Return the back ends that list real GPUs; one that cannot be imported is left out."""
+    """Return the back ends that list real GPUs; another package's that fails is left out.
+
+    Raises NoDriverError if NVML's cannot be imported.
+    """
     found = []
     for name in hardware_backends():
         try:
             backend = backend_class(name)
+        except NoDriverError:
+            raise
         except GpuError as error:
             _LOG.warning("%s", error)
             continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -368,14 +367,10 @@ def _megatron_core() -> Answer:
 
 @_check("software", "nvidia-ml-py")
 def _nvidia_ml_py() -> Answer:
-    version, shim = version_of("nvidia-ml-py"), version_of("pynvml")
-    remedy = f"pip install '{NVIDIA_ML_PY}'"
+    # Whether its module is the one that is imported shows in the check of the driver.
+    version, remedy = version_of("nvidia-ml-py"), f"pip install '{NVIDIA_ML_PY}'"
     if version is None:
         return False, "not installed", remedy
-    if shim is not None and not re.match(r"1[2-9]|[2-9]\d|\d{3}", shim):
-        # Before 12 that package had a module of the same name; since then it only depends on ours.
-        evidence = f"{version}, but the package pynvml {shim} has a module of the same name"
-        return False, evidence, f"pip uninstall pynvml; {remedy}"
     return is_tested(version, NVIDIA_ML_PY), version, remedy
 
 

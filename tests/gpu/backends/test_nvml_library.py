@@ -55,6 +55,21 @@ def test_no_such_gpu(node, uid):
             open_gpu(GpuAddress("none", uid))
 
 
+@pytest.mark.parametrize("command", ["show", "reset"])
+def test_an_old_package_with_a_module_of_the_same_name_is_told_apart(node, tmp_path, command):
+    (tmp_path / "pynvml").mkdir()  # a package goes before a module of its name
+    (tmp_path / "pynvml" / "__init__.py").write_text("NVML_SUCCESS = 0")
+    ran = subprocess.run(
+        [sys.executable, "-m", "envpipe_megatron.cli", "clocks", command],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert "pip uninstall pynvml" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_no_library(tmp_path):
     if _has_system_library():
         pytest.skip("this machine has NVIDIA's library, so the loader finds one")
