@@ -23,6 +23,7 @@ from envpipe_megatron.gpu.control import (
     choose_for,
     open_controlled,
 )
+from envpipe_megatron.gpu.registry import uid_of_cuda_device
 from envpipe_megatron.gpu.site import SiteConfig
 
 
@@ -74,6 +75,17 @@ def test_a_site_that_names_no_back_end_of_ours_is_told_which_there_are(machine):
     machine.fields["backends"] = ("magic", "dry_run")
     why = choose_control("auto", machine.site).why
     assert "magic: unknown GPU back end; dry_run: back end dry_run does not say who may" in why
+
+
+def test_no_other_gpu_is_asked_where_a_job_chooses(own_node):
+    """Its driver may hang, or take a minute for each call."""
+    node = own_node(True)
+    uid = node.uuids[1]
+    assert uid_of_cuda_device(uid.removeprefix("GPU-")) == uid
+    chosen = choose_for(uid, "auto", one_clock=False)
+    assert chosen.backend == "nvml"
+    assert open_controlled(uid, chosen).device().index == 1
+    assert {call.uuid for call in node.history()} == {"", uid}
 
 
 def test_capabilities_of_a_rootless_container_mean_nothing(machine, monkeypatch):

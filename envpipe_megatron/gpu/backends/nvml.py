@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -110,6 +111,20 @@ class NvmlGpu(VendorGpu):
         Raises GpuError if NVML is not there or does not work.
         """
         return tuple(found for found in _identify_all() if isinstance(found, Device))
+
+    @classmethod
+    def uid_of_cuda_device(cls, uuid: str) -> str | None:
+        """Return its UUID if NVML sees it; no other GPU is asked, whose driver may hang."""
+        uid = UID_START + uuid.lower().removeprefix(UID_START.lower())
+        with suppress(GpuError):
+            call_library(f"find {uid}", handle_of, uid)
+            return uid
+        return None
+
+    def device(self) -> Device:
+        """Return how NVML lists it now; no other GPU is asked."""
+        found: Device = self._call("identify", _identify)
+        return found
 
     @classmethod
     def unreadable(cls) -> tuple[GpuError, ...]:
@@ -317,18 +332,21 @@ def _identify_all() -> Iterator[Device | GpuError]:
     """Yield each GPU that NVML counts, or why it cannot be identified."""
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
         try:
-            yield call_library(f"identify GPU {index}", _identify, index)
+            yield call_library(f"identify GPU {index}", _identify_number, index)
         except GpuError as error:
             _LOG.debug("GPU %d is left out: %s", index, error)
             yield error
 
 
-def _identify(index: int) -> Device:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+def _identify_number(index: int) -> Device:
+    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
+
+
+def _identify(handle: Any) -> Device:
     uid = pynvml.nvmlDeviceGetUUID(handle)
     return Device(
         NvmlGpu.backend,
-        index,
+        pynvml.nvmlDeviceGetIndex(handle),
         uid,
         pynvml.nvmlDeviceGetName(handle),
         pynvml.nvmlDeviceGetPciInfo(handle).busId,
