@@ -240,15 +240,14 @@ def reset_clocks(
             user's emulated ones, which are paths; raises LeaseFolderError if a folder of leases is
             unsafe.
     """
-    controls = check_controls(site)
-    #: Which back end opens a real GPU, or why none does.
-    by_backend = {control.wanted: control for control in controls if control.backend is not None}
-    else_by = first_allowed("auto", controls)
 
     def open_allowed(address: GpuAddress) -> Gpu:
         if address.backend not in hardware_backends():
             return open_gpu(address)
-        chosen = by_backend.get(address.backend, else_by)
+        controls = check_controls(site, address.uid)
+        chosen = first_allowed(address.backend, controls)
+        if chosen.backend is None:
+            chosen = first_allowed("auto", controls)
         if chosen.backend is None:
             raise GpuPermissionError(chosen.why, remedy=chosen.remedy)
         return open_controlled(address.uid, chosen, site)

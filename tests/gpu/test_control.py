@@ -11,6 +11,7 @@ from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
 from envpipe_megatron.gpu.base import (
     DryRunGpu,
+    GpuAddress,
     GpuNotSupportedError,
     GpuPermissionError,
     PowerState,
@@ -22,6 +23,7 @@ from envpipe_megatron.gpu.control import (
     choose_control,
     choose_for,
     open_controlled,
+    reset_clocks,
 )
 from envpipe_megatron.gpu.registry import uid_of_cuda_device
 from envpipe_megatron.gpu.site import SiteConfig
@@ -86,6 +88,19 @@ def test_no_other_gpu_is_asked_where_a_job_chooses(own_node):
     assert chosen.backend == "nvml"
     assert open_controlled(uid, chosen).device().index == 1
     assert {call.uuid for call in node.history()} == {"", uid}
+
+
+def test_a_daemon_of_some_gpus_gives_these_back(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(tmp_path / "leases"))
+    machine.start_zeusd()
+    own, other = machine.nvml.uuids[:2]
+    del machine.zeusd.gpus[machine.nvml.pci_bus_ids[1]]
+    assert choose_control("auto", machine.site, own).backend == "zeusd"
+    addresses = [GpuAddress("nvml", uid) for uid in (own, other)]
+    back, kept = reset_clocks(machine.site, addresses, dead_jobs=False)
+    assert (back.done, back.what) == (True, "reset by zeusd")
+    assert not kept.done
+    assert "does not manage" in kept.what
 
 
 def test_capabilities_of_a_rootless_container_mean_nothing(machine, monkeypatch):
