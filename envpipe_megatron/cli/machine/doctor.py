@@ -42,8 +42,6 @@ from envpipe_megatron.integrations.levels import DEEPSPEED, is_tested, version_o
 from envpipe_megatron.patching.catalog import load_catalog, read_constants
 
 FORMAT = "envpipe-doctor/1"
-#: As this package asks for it. Another package may have put an older one in its place.
-NVIDIA_ML_PY = "nvidia-ml-py>=12.570.86"
 
 
 @dataclass(frozen=True)
@@ -363,15 +361,6 @@ def _megatron_core() -> Answer:
     evidence = f"{'.'.join(map(str, version))} at {package_info.parent}"
     supported = any(patch.recognition.fits(package_info.parents[2]) for patch in catalog)
     return supported, evidence, wanted
-
-
-@_check("software", "nvidia-ml-py")
-def _nvidia_ml_py() -> Answer:
-    # Whether its module is the one that is imported shows in the check of the driver.
-    version, remedy = version_of("nvidia-ml-py"), f"pip install '{NVIDIA_ML_PY}'"
-    if version is None:
-        return False, "not installed", remedy
-    return is_tested(version, NVIDIA_ML_PY), version, remedy
 
 
 @_check("software", "cuda-bindings")

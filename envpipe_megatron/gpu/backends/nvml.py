@@ -91,7 +91,6 @@ class NvmlGpu(VendorGpu):
             known = (self._if_known("read the clock", read, pynvml.NVML_CLOCK_SM) for read in reads)
             self.supported_frequencies_mhz = (next(filter(None, known), 0),)
         self._reset_range_mhz = reset_range_mhz
-        self._instant_power: bool | None = None
         self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({uid})")
 
     @classmethod
@@ -308,15 +307,10 @@ class NvmlGpu(VendorGpu):
         Newer GPUs have a field for it; on those up to the A100 the plain power is instantaneous,
         and on any between it is the mean of the last second.
         """
-        if self._instant_power is not False:
-            fields = self._if_known(
-                "read the power",
-                pynvml.nvmlDeviceGetFieldValues,
-                [pynvml.NVML_FI_DEV_POWER_INSTANT],
-            )
-            self._instant_power = bool(fields) and fields[0].nvmlReturn == pynvml.NVML_SUCCESS
-            if self._instant_power:
-                return float(fields[0].value.uiVal) / 1000
+        field, read = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.nvmlDeviceGetFieldValues
+        for found in self._if_known("read the power", read, [field]) or ():
+            if found.nvmlReturn == pynvml.NVML_SUCCESS:
+                return float(found.value.uiVal) / 1000
         return float(self._call("read the power", pynvml.nvmlDeviceGetPowerUsage)) / 1000
 
     def read_energy(self) -> EnergyReading:
@@ -356,10 +350,7 @@ def _identify(handle: Any) -> Device:
 
 def has_sys_admin() -> bool:
     """Return whether this process has the capability without which the driver locks no clock."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return os.geteuid() == 0
+    status = Path("/proc/self/status").read_text()
     effective = next(
         (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0"
     )

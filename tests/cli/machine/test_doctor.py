@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 from commands import run_well
@@ -91,14 +89,12 @@ def test_good_packages(packages):
     packages.add("torch", torch_of("12.8"))
     packages.add("megatron", megatron_core((0, 19, 1)))
     packages.add("deepspeed", (), "deepspeed", "0.19.8")
-    packages.distribution("nvidia_ml_py", "13.580")
     packages.distribution("cuda_bindings", "13.0.3")
     packages.distribution("nvidia_resiliency_ext", "0.4.1")
     found = packages.look((12, 4))  # a driver runs every CUDA of its major version
     assert_check(found["torch"], True, "2.11.0", "built for CUDA 12.8", "driver runs CUDA 12.4")
     assert_check(found["megatron-core"], True, "0.19.1")
     assert_check(found["DeepSpeed"], True, "0.19.8")
-    assert_check(found["nvidia-ml-py"], True, "13.580")
     assert_check(found["cuda-bindings"], True, "13.0.3")
     assert_check(found["watchers"], True, "nvidia-resiliency-ext 0.4.1", "docs/do/operators.md")
 
@@ -119,7 +115,7 @@ def test_broken_packages_are_a_no_and_stop_nothing(packages):
     (packages.add("megatron") / "core").mkdir()
     (packages.folder / "megatron" / "core" / "package_info.py").write_bytes(b"\xff\xfe")
     found = packages.look()
-    assert len(found) == 6
+    assert len(found) == 5
     for name in ("torch", "megatron-core"):
         assert_check(found[name], False, "could not be looked at: SyntaxError")
 
@@ -144,14 +140,6 @@ def test_versions_of_deepspeed(monkeypatch, version, ok):
     monkeypatch.setattr(doctor, "version_of", lambda name: version)
     remedy = "DS_BUILD_OPS=0 pip install 'deepspeed>=0.19.6,<0.20'"
     assert doctor._deepspeed() == (ok, version, remedy)
-
-
-@pytest.mark.parametrize(("version", "ok"), [("12.570.86", True), ("11.525.150", False)])
-def test_versions_of_nvidia_ml_py(packages, version, ok):
-    packages.distribution("nvidia_ml_py", version)
-    assert_check(packages.look()["nvidia-ml-py"], ok, version, *[doctor.NVIDIA_ML_PY] * (not ok))
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert doctor.NVIDIA_ML_PY in project["dependencies"]
 
 
 @pytest.fixture
