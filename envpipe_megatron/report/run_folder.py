@@ -234,8 +234,8 @@ def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
 
     Returns the number of lines that were left out, too. `job.json` has the starts of a job that
     sets clocks, which is the present one if no line is of a later start. Lines whose run names no
-    start are kept. Of several names of runs, which no job of one folder has, those of the last
-    line.
+    start are kept. Where runs have several names, as those of several jobs, the last line's are
+    kept.
     """
     starts = folder.starts
     timelines, energy = folder.timelines, folder.energy
