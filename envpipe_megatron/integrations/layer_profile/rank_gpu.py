@@ -112,7 +112,7 @@ def _open(clocks_mhz: Sequence[int]) -> Gpu:
     uid = uid_of_cuda_device(str(properties.uuid))
     if not clocks_mhz:
         return open_gpu(GpuAddress(READ_ONLY, uid))
-    return open_controlled(uid, choose_control("auto", read_site()).required())
+    return open_controlled(uid, choose_control("auto", read_site(), uid).required())
 
 
 class Marks:

@@ -343,6 +343,8 @@ def _reason_of_graph(
     )
     if room_bytes > _free_bytes(outputs[0].device):
         return "memory has no room to try it in two parts"
+    # Kept by the allocator: memory that a rank lacked in the middle would part it from its peers.
+    torch.empty(room_bytes, dtype=torch.uint8, device=outputs[0].device)
     return ""
 
 

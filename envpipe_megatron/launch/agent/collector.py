@@ -180,13 +180,6 @@ class Uplink:
             return "the node of rank 0 runs no collector"
         return "" if self.knows_all() else self.failure or "not all was confirmed in time"
 
-    async def close(self) -> None:
-        """Stop sending."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
     async def _run(self) -> None:
         while True:
             try:

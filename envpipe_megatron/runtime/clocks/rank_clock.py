@@ -89,7 +89,7 @@ class RankClock:
 
     Attributes:
         waits: whether requests wait for units that an executor has timed; else for what the stream
-            holds.
+            holds, or there are none, as of a GPU opened for reading only.
         repeats: whether clocks are asked for at each request, even if it is for the same one.
         given_back: whether each request gives the clock back to the driver, for any clock: the GPU
             stays held, and the next request that finds it False takes the clock again.
@@ -126,10 +126,11 @@ class RankClock:
                 f"There is no memory to share with a guard: {error}",
                 remedy="Give the job, or its container, half a MiB for each rank",
             ) from error
-        self.waits = not (guarded and torch.cuda.is_available())
+        on_stream = torch.cuda.is_available()
+        self.waits = not (on_stream and (guarded or gpu.read_only))
         self._look: Callable[[], object] = partial(time.sleep, _LOOK_S)
         try:
-            self._count = page.count if self.waits else count_by_stream(page)
+            self._count = count_by_stream(page) if guarded and on_stream else page.count
             if guarded:
                 self._hold = hold_gpu(gpu.address, page)
         finally:
