@@ -170,7 +170,12 @@ def read_run_folder(path: Path) -> RunFolder:
     folder, others = _of_present_job(folder, starts)
     if others:
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
-    missing += _stages_without_timelines(folder)
+    seen = {read.labels.stage for read in folder.timelines.iterations}
+    if seen and (silent := set(range(folder.num_stages)) - seen):
+        named = ", ".join(map(str, sorted(silent)))
+        missing.append(
+            f"timelines of stages {named}: without them, no iteration of the pipeline is drawn"
+        )
     if not folder.timelines.iterations and not folder.energy.windows:
         raise EnvPipeError(
             f"No run has left timeline*.jsonl or energy*.jsonl in {path}",
@@ -260,13 +265,3 @@ def _of_present_job(folder: RunFolder, starts: tuple[str, ...]) -> tuple[RunFold
     clocks = tuple(entry for entry in folder.clocks if own(entry.get("run", "")))
     present = replace(folder, timelines=timelines, energy=energy, clocks=clocks)
     return present, sum(not own(run) for run in runs)
-
-
-def _stages_without_timelines(folder: RunFolder) -> list[str]:
-    """Name the stages that recorded no timeline, if others did."""
-    seen = {read.labels.stage for read in folder.timelines.iterations}
-    lacking = sorted(set(range(folder.num_stages)) - seen)
-    if not seen or not lacking:
-        return []
-    named = ", ".join(map(str, lacking))
-    return [f"timelines of stages {named}: without them, no iteration of the pipeline is drawn"]
