@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 #: Torn lines that are named; the others are counted.
 _NAMED_LINES = 3
-#: Of each stage, in a summary's memory.
+#: Fields of each stage in a summary's `memory`.
 _PEAKS = ("predicted_peak_bytes", "measured_peak_bytes")
 
 

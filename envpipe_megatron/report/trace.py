@@ -147,7 +147,7 @@ def _iteration_events(
 ) -> Iterator[str]:
     """Yield units of kept iterations, and their requested clocks where they change.
 
-    Slices of a thread come one behind another, though both ends are rounded to microseconds.
+    Slices of a thread come one after another, though both ends are rounded to microseconds.
     """
     ends_us, clocks_mhz = dict.fromkeys(pids.values(), 0), dict.fromkeys(pids.values(), 0)
     for read in reads:

@@ -32,9 +32,9 @@ from envpipe_megatron.report.pipelines import (
 
 #: Most units of a page: some 6 MB.
 MOST_UNITS = 200_000
-#: What column `kind` counts.
+#: Kinds, by their number in column `kind`.
 KINDS = tuple(TRAITS)
-#: Of a row, by kind, which no colour vision or print can lose.
+#: Height of a unit in its row by kind, which is seen without colours too.
 HEIGHTS = np.array(
     [{Kind.FORWARD: 0.54, Kind.WEIGHT_GRADIENT: 0.38}.get(kind, 0.82) for kind in KINDS], np.float32
 )
@@ -46,7 +46,7 @@ _COLUMNS: Mapping[str, type] = {
 }
 #: What a chart shows: a title, its rows' names, and units of one iteration, as a `UnitTable`'s.
 _Drawn = tuple[str, Sequence[str], Mapping[str, NDArray[Any]]]
-#: Shares of an iteration that nobody would see.
+#: A smaller share of an iteration cannot be seen.
 _LEAST = 1e-6
 
 

@@ -228,7 +228,7 @@ def bubbles_chart(found: Bubbles) -> Chart:
 
 
 def clock_charts(samples: Sequence[ClockSamples]) -> list[Chart]:
-    """Draw clocks asked for and seen of each GPU, and what held them back but for idling."""
+    """Draw clocks asked for and seen of each GPU, and what held them back except for idling."""
     gpus = gpus_of(read.labels for read in samples)
     # Of each rank: when, clocks seen and asked for (NaN: none), what held it back.
     by_rank = defaultdict[int, list[tuple[float, float, float, str]]](list)
