@@ -39,7 +39,7 @@ from envpipe_megatron.core.fields import (
 )
 from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError, Unit, marked_grid, parse_unit
 from envpipe_megatron.core.orders.builders import framework_schedule
-from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import Timeline
@@ -239,6 +239,15 @@ def check_stages(profile: Profile, num_stages: int) -> None:
             f"{num_stages}",
             remedy="Use the profile of this model on as many stages, or plan again.",
         )
+
+
+def read_with_profile(
+    plan: Path | None, profile: Path, num_stages: int
+) -> tuple[Profile, Plan | None]:
+    """Read a profile of this many stages, and a plan where there is one, priced with it."""
+    read = read_profile(profile)
+    check_stages(read, num_stages)
+    return read, None if plan is None else read_plan(plan, read)
 
 
 def read_plan(path: Path, profile: Profile) -> Plan:

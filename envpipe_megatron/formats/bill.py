@@ -71,7 +71,7 @@ class Bill:
         self.facts: dict[str, Any] = {}
         self.iterations: dict[str, list[tuple[int, int]]] = {}
         self.unreadable = 0
-        #: Held by who adds a line, and by who copies all.
+        #: Held while a line is added, and while all are copied.
         self._growing = threading.Lock()
         #: Runs of starts whose options differ from the last one's.
         self.other_runs: frozenset[str] = frozenset()

@@ -236,7 +236,7 @@ def reset_clocks(
     no lease can be written the clock is reset all the same, unless a job holds it.
 
     Args:
-        dead_jobs: whether to undo, behind these, what dead jobs left on other GPUs, but for another
+        dead_jobs: whether to undo, after these, what dead jobs left on other GPUs, except another
             user's emulated ones, which are paths; raises LeaseFolderError if a folder of leases is
             unsafe.
     """

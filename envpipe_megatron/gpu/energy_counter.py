@@ -37,7 +37,7 @@ STALL_S = 3.0
 _PROCESS = ("-P", "-m", "envpipe_megatron.gpu.energy_counter")  # -P: not the working folder
 #: The socket to the rank is its standard input.
 _RANK = 0
-#: Said of an error: in JSON a character takes up to 12 bytes, a message holds 16 KiB.
+#: Characters of an error that are sent: in JSON one takes up to 12 bytes, a message holds 16 KiB.
 _ERROR_CHARACTERS = 1000
 #: How long to wait for its end, s; a driver may hang.
 _END_S = 1.0

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.core.plan import check_stages, read_plan
-from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.plan import read_with_profile
 from envpipe_megatron.integrations.levels import JobError
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.request import BY_MEMORY
@@ -60,8 +59,7 @@ def read_settings(
     It takes the arguments of `read_options` and `prepare_files`, and raises their errors.
     """
     options = read_options(settings, without, num_stages=num_stages, on_gpu=on_gpu)
-    prepare_files(options, num_stages, str)
-    return options
+    return prepare_files(options, num_stages, str)
 
 
 def read_options(
@@ -142,6 +140,11 @@ def read_values(
 
 def _variable(name: str) -> str:
     return f"ENVPIPE_{name.upper()}"
+
+
+def by_variables() -> bool:
+    """Return whether this rank's environment sets options; another rank's may not."""
+    return any(os.environ.get(_variable(name)) for name in _OF_VARIABLES)
 
 
 def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> dict[str, Any]:
@@ -291,12 +294,13 @@ def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -
             raise JobError(what, remedy=f"Leave {left} out.")
 
 
-def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) -> None:
-    """Make the output folder, and read what files are given, before anything is built.
+def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) -> JobOptions:
+    """Make the output folder, and return options with what files are given read.
 
-    Only rank 0 reads: files may lie on its node only. Raises EnvPipeError if something else has
-    the folder's name, the profile that is asked for has no folder, or a file is damaged or of
-    another number of stages. A folder that cannot be made otherwise costs its files only.
+    It is called before anything is built. Only rank 0 reads: files may lie on its node only.
+    Raises EnvPipeError if something else has the folder's name, the profile that is asked for has
+    no folder, or a file is damaged or of another number of stages. A folder that cannot be made
+    otherwise costs its files only.
     """
     if options.output is not None:
         try:
@@ -312,11 +316,9 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
                     remedy=f"Give another one by {named('output')}.",
                 ) from error
     if options.profile is None or os.environ.get("RANK", "0") != "0":
-        return
-    profile = read_profile(options.profile)
-    check_stages(profile, num_stages)
-    if options.plan is not None:
-        read_plan(options.plan, profile)
+        return options
+    read = read_with_profile(options.plan, options.profile, num_stages)
+    return replace(options, files_read=read)
 
 
 def plain_names(settings: Mapping[str, object]) -> dict[str, object]:

@@ -39,7 +39,7 @@ _COMPARED_AFTER, _MEASUREMENTS_APART = 1000, 100
 _LEAST_STEPS = 2
 #: Noise may not excuse a slower clock by more, percent.
 _MOST_EXCUSED_PERCENT = 0.25
-#: Times that differ by no more are equal but for rounding, percent.
+#: Times that differ by no more are equal except for rounding, percent.
 _ROUNDING_PERCENT = 1e-6
 
 

@@ -38,11 +38,11 @@ _BY_NUMBER = {
         fine_grained_activation_offloading iterations_to_skip enable_ft_package
         save_activations_interval save_dgrads_interval save_wgrads_interval
         save_tokens_per_expert_interval moe_routing_trace_path
-        overlap_moe_expert_parallel_comm
+        overlap_moe_expert_parallel_comm enable_hyper_connections enable_mhc_connections
         """,
     Level.UNIFORM: """
         use_megatron_fsdp use_torch_fsdp2 use_custom_fsdp hybrid_context_parallel
-        dynamic_context_parallel freeze_all_layers log_straggler
+        dynamic_context_parallel sequence_packing_scheduler freeze_all_layers log_straggler
         """,
     Level.OBSERVE: "perform_rl_step skip_train",
 }

@@ -125,7 +125,8 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
     make_profile(rows, source="a test's").write(profile)
     plan.write_text("{}")
     by_file = read(f"--profile {profile} --output {tmp_path}/a/b")
-    prepare_files(by_file, 4)
+    known, _ = prepare_files(by_file, 4).files_read
+    assert known.num_stages == 4
     assert (tmp_path / "a" / "b").is_dir()
     for words, stages, why in (
         (f"--profile {profile}", 2, "4 stages, and the pipeline 2"),
@@ -138,7 +139,7 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
         with pytest.raises(EnvPipeError, match=why):
             prepare_files(read(words), stages)
     monkeypatch.setenv("RANK", "3")  # another node's, perhaps, without the file
-    prepare_files(by_file, 2)
+    assert prepare_files(by_file, 2).files_read is None
     prepare_files(read("--profile nowhere.csv"), 4)
 
 

@@ -260,6 +260,15 @@ def test_an_unknown_version_is_refused_with_what_is_supported(checkout, do):
     refused(do, checkout / "toy", "Give the root folder", *names)
 
 
+def test_a_branch_between_versions_takes_the_patch_that_its_files_have_place_for(checkout):
+    (checkout / "toy/schedules.py").write_text(stock_files(1)["toy/schedules.py"])
+    found, _ = apply_patch(checkout)
+    assert (found.patch.tag, found.state, found.forked) == ("v1.1", State.STOCK, set())
+    assert revert_patch(checkout)[0].patch.tag == "v1.1"
+    (checkout / "toy/schedules.py").write_text("neither\n")
+    refused(apply_patch, checkout, "The patch for Toy v1.0 does not fit", "1111111")
+
+
 # --- other versions of the patch -----------------------------------------------------------------
 
 

@@ -53,10 +53,10 @@ def explain(
     which GPU, measured or emulated, and what was never tried. Nothing but the job's own decision is
     made, by its flags; no GPU, torch or Megatron is needed.
 
+    \b
     Example:
-
-      envpipe explain -- torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py
-      --pipeline-model-parallel-size 4 --num-experts 8 --envpipe
+      envpipe explain -- torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py \\
+          --pipeline-model-parallel-size 4 --num-experts 8 --envpipe
     """
     launcher, flags = _split(command)
     if recipe is not None:
@@ -90,7 +90,7 @@ def explain(
 
 
 def _split(command: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Split a command behind its script; without one, all of it are the script's flags."""
+    """Split a command after its script; without one, all of it are the script's flags."""
     script = next((n for n, word in enumerate(command) if word.endswith(".py")), None)
     if script is not None:
         return command[:script], list(command[script + 1 :])

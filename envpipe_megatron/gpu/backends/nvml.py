@@ -127,7 +127,7 @@ class NvmlGpu(VendorGpu):
 
     @classmethod
     def unreadable(cls) -> tuple[GpuError, ...]:
-        """Return the errors of GPUs that cannot be identified, but for those of other users.
+        """Return the errors of GPUs that cannot be identified, except for those of other users.
 
         NVML counts GPUs that this process may not use, too.
         """

@@ -178,7 +178,7 @@ class LeaseRecord:
     def mark(self) -> dict[str, str | int | None]:
         """The user who slows the GPU, the job, between which clocks, and since when.
 
-        As in docs/schemas/clocks.json, but for `live`. A server may be asked for the user's name,
+        As in docs/schemas/clocks.json, without `live`. A server may be asked for the user's name,
         and may hang: no guard calls this.
         """
         user = str(self.uid)

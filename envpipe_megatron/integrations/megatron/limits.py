@@ -95,7 +95,7 @@ LIMITS: tuple[ArgumentLimit, ...] = (
             "experimental kinds of attention": on(
                 "experimental_attention_variant", "linear_attention_freq"
             ),
-            "FP4, and FP8 but for plain delayed scaling": any_of(
+            "FP4, and FP8 other than plain delayed scaling": any_of(
                 _fp8_unproven,
                 on("fp4", "te_precision_config_file", "kitchen_config_file"),
                 on("kitchen_recipe_number"),
@@ -170,6 +170,11 @@ LIMITS: tuple[ArgumentLimit, ...] = (
         "an iteration cannot be checked by running it again, for its parameters are gone",
     ),
     _against_order(
+        "hyper-connections (--enable-hyper-connections)",
+        on("enable_hyper_connections", "enable_mhc_connections"),
+        "stages send several streams of hidden states at once",
+    ),
+    _against_order(
         "offloading of activations",
         on("cpu_offloading", "fine_grained_activation_offloading"),
         "what is brought back next depends on Megatron's order",
@@ -241,8 +246,8 @@ LIMITS: tuple[ArgumentLimit, ...] = (
         "weights are gathered ahead, across units",
     ),
     _against_units(
-        "hybrid or dynamic context parallelism",
-        on("hybrid_context_parallel", "dynamic_context_parallel"),
+        "hybrid or dynamic context parallelism, and sequences that a scheduler packs",
+        on("hybrid_context_parallel", "dynamic_context_parallel", "sequence_packing_scheduler"),
         "the data decide how many forwards there are",
     ),
     _against_units(

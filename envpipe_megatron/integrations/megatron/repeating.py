@@ -99,7 +99,7 @@ def _items(source: Iterator[Any]) -> Iterator[Any]:
 
 
 def _copy_of(item: Any) -> Any:
-    """Return a copy of an item, but for what cannot be copied, such as locks."""
+    """Return a copy of an item, except for what cannot be copied, such as locks."""
     if type(item) in (list, tuple):
         return type(item)(map(_copy_of, item))
     if type(item) is dict:

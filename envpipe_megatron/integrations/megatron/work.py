@@ -157,13 +157,13 @@ class _Reduction:
     """Reduces the gradients of a stage's chunks over its replicas.
 
     Where no backward is split, that is when Megatron does it: with its own reducer in a chunk's
-    last backward; with a `grad_sync_func` on stage 0 in that, too, on others behind their units,
+    last backward; with a `grad_sync_func` on stage 0 in that, too, on others after their units,
     in the bubble at the end. With chunks that is at the same time on all stages, though
     later stages come to a chunk later.
 
     Its own reducer wants each parameter's gradient in that backward, and one in two parts has none
     of some in either. So where some are split, its hooks only add gradients up, and it is called
-    behind a chunk's last unit, as a `grad_sync_func` is.
+    after a chunk's last unit, as a `grad_sync_func` is.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class GpuLedger:
     """Lays the windows of a GPU's ranks end to end.
 
     A rank meters its GPU and says where the counter was at both ends of each window. What lies
-    between two windows is billed as phase `between`, and so is what lies behind the last one, up to
+    between two windows is billed as phase `between`, and so is what lies after the last one, up to
     a reading of the counter here. So all lines of a GPU add up to the difference of two readings of
     its counter: when its rank first said hello and when the last one ended. What a counter that
     went back had counted since the last line is lost. As the job grows old, windows are added up

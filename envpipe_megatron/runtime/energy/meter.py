@@ -49,7 +49,7 @@ MOST_POWER_W = 1e5
 _NEIGHBOURS = 5
 #: How long to wait for the thread; a driver that hangs must not take training with it.
 _LOOK_TIMEOUT_S = 1.0
-#: For a process that starts first.
+#: How long to wait for the first look: its process starts first.
 _FIRST_LOOK_S = 10.0
 
 

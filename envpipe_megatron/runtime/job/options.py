@@ -15,6 +15,8 @@ from typing import Any
 
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number, Option, option, options_in
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import Sidecar, sidecar_path
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes, read_power_budget
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
@@ -86,6 +88,7 @@ class JobOptions:
         fingerprint: what units cost rests on (model, sizes of its parts and of microbatches, GPU,
             versions), of JSON's types. With it, profile, plan and baseline are kept in the output
             folder for the next start, which uses what still holds: see `restarts`.
+        files_read: what is in `profile` and `plan`, where this process has read them.
         unused_files: files that the user gave and the job, since its level is lower, does not use.
     """
 
@@ -237,6 +240,7 @@ class JobOptions:
     run: str = ""
     sidecar: Sidecar = field(default_factory=Sidecar)
     fingerprint: Mapping[str, Any] | None = None
+    files_read: tuple[Profile, Plan | None] | None = field(default=None, repr=False, compare=False)
     unused_files: frozenset[Path] = frozenset()
 
     def __post_init__(self) -> None:
@@ -400,5 +404,5 @@ class JobOptions:
         return f"the shortest order{instead}, and clocks stay as they are"
 
 
-#: Of what users give, by the name of the field.
+#: The options that users give, by the name of the field.
 OPTIONS: Mapping[str, Option] = options_in(JobOptions)

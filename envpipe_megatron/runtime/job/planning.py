@@ -8,8 +8,8 @@ from functools import partial
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.plan import Plan, check_stages, read_plan
-from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.plan import Plan, read_with_profile
+from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
@@ -23,7 +23,7 @@ from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
 
 
 def read_files(job: PhaseParts) -> None:
-    """Read the user's files, once, and refuse what is not of this job: before its first iteration.
+    """Take the user's files, and refuse what is not of this job: before its first iteration.
 
     A plan by file is for the full batch only, and no later size of batches ends training. Every
     rank calls it.
@@ -35,13 +35,14 @@ def read_files(job: PhaseParts) -> None:
         return
 
     def look() -> tuple[Profile, Plan | None]:
-        profile = read_profile(named)
-        check_stages(profile, job.num_stages)
+        # Where options were read, so were the files, which may have gone since.
+        profile, plan = job.options.files_read or read_with_profile(given, named, job.num_stages)
         if job.options.closed_loop:
             profiled_clocks(job, profile)
-        plan = None if given is None else read_plan(given, profile)
         # One that was found not to run in this job ends no training either.
-        if plan is not None and not (job.batch or job.state.whole):
+        if given is None:
+            plan = None
+        elif plan is not None and not (job.batch or job.state.whole):
             check_plan(job, plan)
         return profile, plan
 

@@ -87,13 +87,13 @@ def assert_check(check, ok, *said):
 
 def test_good_packages(packages):
     packages.add("torch", torch_of("12.8"))
-    packages.add("megatron", megatron_core((0, 19, 1)))
+    packages.add("megatron", megatron_core((0, 19, 0)))
     packages.add("deepspeed", (), "deepspeed", "0.19.8")
     packages.distribution("cuda_bindings", "13.0.3")
     packages.distribution("nvidia_resiliency_ext", "0.4.1")
     found = packages.look((12, 4))  # a driver runs every CUDA of its major version
     assert_check(found["torch"], True, "2.11.0", "built for CUDA 12.8", "driver runs CUDA 12.4")
-    assert_check(found["megatron-core"], True, "0.19.1")
+    assert_check(found["megatron-core"], True, "0.19.0")
     assert_check(found["DeepSpeed"], True, "0.19.8")
     assert_check(found["cuda-bindings"], True, "13.0.3")
     assert_check(found["watchers"], True, "nvidia-resiliency-ext 0.4.1", "docs/do/operators.md")
@@ -101,11 +101,10 @@ def test_good_packages(packages):
 
 def test_packages_that_will_not_do(packages):
     packages.add("torch", torch_of("13.0"))
-    packages.add("megatron", megatron_core((0, 19, 0)))
+    packages.add("megatron", megatron_core((0, 15, 3)))
     found = packages.look((12, 4))
     assert_check(found["torch"], False, "driver runs CUDA 12.4", "newer driver")
-    # The tag core_v0.19.0 calls itself 0.19.1; there is no patch for what calls itself 0.19.0.
-    assert_check(found["megatron-core"], False, "0.19.0", "Megatron-LM core_v0.16.1, Megatron-LM c")
+    assert_check(found["megatron-core"], False, "0.15.3", "Megatron-LM core_v0.16.1, Megatron-LM c")
     if version_of("cuda-bindings") is None:  # CUDA builds of torch bring it
         assert_check(found["cuda-bindings"], False, "not installed", "kernels that wait slow units")
 

@@ -115,6 +115,14 @@ def test_a_profile_of_another_pipeline_is_refused(tmp_path):
         read_files(starting)
 
 
+def test_files_that_went_after_options_were_read_end_no_job(tmp_path):
+    starting: Any = Starting(tmp_path / "mine.csv")
+    known = profile_of()
+    starting.options = replace(starting.options, files_read=(known, None))
+    read_files(starting)
+    assert starting.state.given == (known, None)
+
+
 @pytest.mark.parametrize(
     "records",
     [
