@@ -335,14 +335,12 @@ def _identify_all() -> Iterator[Device | GpuError]:
 
 
 def _identify(handle: Any) -> Device:
-    uid = pynvml.nvmlDeviceGetUUID(handle)
     return Device(
         NvmlGpu.backend,
         pynvml.nvmlDeviceGetIndex(handle),
-        uid,
+        pynvml.nvmlDeviceGetUUID(handle),
         pynvml.nvmlDeviceGetName(handle),
         pynvml.nvmlDeviceGetPciInfo(handle).busId,
-        uid.removeprefix(UID_START),
     )
 
 
