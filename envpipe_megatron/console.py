@@ -37,7 +37,7 @@ def show_table(
     caption: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print a table, its columns aligned to the right but for those of `left` or no heading.
+    """Print a table, its columns aligned to the right except for those of `left` or no heading.
 
     It cuts no word, such as a GPU's UUID: lines may be wider than a terminal. Texts hold names that
     others chose, and are read neither as markup nor as emojis.

@@ -69,6 +69,10 @@ def envpipe(site, tmp_path):
     return run
 
 
+def test_type_checkers_read_the_api(site):
+    assert (site / "envpipe_megatron" / "py.typed").is_file()  # PEP 561
+
+
 def test_one_version_everywhere():
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     changes = (REPOSITORY / "CHANGELOG.md").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import os
 import re
 import sys
 import sysconfig
@@ -63,7 +64,7 @@ TEXT_OPTION = click.option(
     help="File or folder to train on. Default: the Python standard library's sources.",
 )
 
-#: A file's mark is within these.
+#: A file's format is named within its first bytes, this many.
 _HEAD_BYTES = 1 << 16
 
 #: A disk, a quota or a largest size of files is used up, or what is written to is broken.
@@ -78,14 +79,16 @@ class ErrorsAsMessages(click.Group):
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command line; what it prints is written when this ends, or it fails."""
         code = 1
+        for name in ("stdout", "stderr"):  # one that was closed, as by `>&-`, is None
+            if getattr(sys, name) is None:
+                setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - to the end
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="backslashreplace")  # names that its encoding lacks
         try:
             try:
                 return super().main(*args, **named)
             finally:
-                if sys.stdout:
-                    sys.stdout.flush()
+                sys.stdout.flush()
         except EnvPipeError as error:
             message = str(error)
         except OSError as error:

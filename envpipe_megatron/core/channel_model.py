@@ -14,7 +14,7 @@ needs it, or one sent later, and the message is there. A receive is *posted* whe
 library knows of it, and a send is *matched* when a posted receive exists for it. Transfers are
 rendezvous: an unmatched message has not left its sender.
 
-**Capacity.** A stage stops behind a send for as long as more than `capacity` messages of that
+**Capacity.** A stage stops after a send for as long as more than `capacity` messages of that
 channel are not received: `None` for asynchronous sends (several hardware queues), `0` where a send
 returns when the peer is at the receive, `k` for up to `k` messages on their way. A channel that
 keeps one receive posted ahead has always one receive more posted than messages received, so a

@@ -27,7 +27,7 @@ def marked_grid(
 ) -> str:
     """Write orders as a grid, stage by position, with the units at `places` in brackets.
 
-    A place behind the end of an order is where a unit is missing. Of many stages or positions, only
+    A place past the end of an order is where a unit is missing. Of many stages or positions, only
     those near the places are shown.
     """
     stages = _near([stage for stage, _ in places], len(orders), _SHOWN_STAGES)

@@ -309,7 +309,7 @@ def make_profile(
 ) -> Profile:
     """Make a checked profile of rows in any order, each with its part (see `Profile`).
 
-    A part that has the two halves of a backward, and no whole one, gets one behind the other.
+    A part that has the two halves of a backward, and no whole one, gets one after the other.
     ProfileError if a part lacks a kind, or the sidecar says another number of chunks.
     """
     table: dict[int, dict[Kind, list[ProfileRow]]] = {}

@@ -309,7 +309,7 @@ def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
 
 
 def whole_backwards(kinds: Mapping[Kind, Sequence[ProfileRow]]) -> list[ProfileRow]:
-    """Return backwards as one of their halves behind the other, at the clocks that both have."""
+    """Return backwards as one of their halves after the other, at the clocks that both have."""
     second = {row.frequency_mhz: row for row in kinds[Kind.WEIGHT_GRADIENT]}
     return [
         ProfileRow(

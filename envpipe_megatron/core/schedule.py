@@ -435,8 +435,8 @@ class Schedule:
             raise ScheduleError(
                 f"Stage {self.stage_of(node)} lists a unit as combined that cannot be",
                 value=self.unit_at(node).label(self.num_chunks),
-                remedy="A forward runs as one with the whole backward behind it, of other "
-                "activations, and I with its W behind it.\n" + self.marked(node),
+                remedy="A forward runs as one with the whole backward after it, of other "
+                "activations, and I with its W after it.\n" + self.marked(node),
             )
 
 
@@ -444,7 +444,7 @@ def profiled_kinds(schedule: Schedule) -> tuple[Kind, ...]:
     """Return the kinds that the profile of an order that a framework runs has rows of.
 
     Where backwards are split, whole ones are among them only if the order has some; a profile takes
-    those of the others as one part behind the other.
+    those of the others as one part after the other.
     """
     priced = {list(Kind)[place] for place in np.unique(schedule.priced_kinds)}
     return tuple(kind for kind in Kind if kind in priced and kind is not Kind.NOTHING)

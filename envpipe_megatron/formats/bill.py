@@ -71,7 +71,7 @@ class Bill:
         self.facts: dict[str, Any] = {}
         self.iterations: dict[str, list[tuple[int, int]]] = {}
         self.unreadable = 0
-        #: Held by who adds a line, and by who copies all.
+        #: Held while a line is added, and while all are copied.
         self._growing = threading.Lock()
         #: Runs of starts whose options differ from the last one's.
         self.other_runs: frozenset[str] = frozenset()
@@ -228,7 +228,7 @@ class Bill:
 
     @property
     def has_one_batch(self) -> bool:
-        """True if batches of one size, of as many tokens, are all that is known."""
+        """True if all batches that are known have one size, and as many tokens."""
         other = any(split_phase(phase)[1] for _, _, phase, _ in self.phases)
         return self._one_batch and not other
 

@@ -75,8 +75,8 @@ _BATCH = re.compile(r" (m\d+)$")
 MAX_AMOUNT = 1e12
 AMOUNT, INDEX = Number(below=MAX_AMOUNT), Number(whole=True, below=2**31)
 STAGE = Number(whole=True, below=10_000)
-#: Where the time of a window went; of an iteration whose units were not timed as in the last whose
-#: were.
+#: How the time of a window was spent. An iteration whose units were not timed has the shares of the
+#: last one whose units were.
 SHARES = ("compute_s", "blocking_s", "idle_s")
 #: Back ends that change no clock.
 KEEP_CLOCKS = ("none", "dry_run")
@@ -179,7 +179,7 @@ class EnergyWindow:
         return max(0, last - first + 1)
 
     def line(self) -> dict[str, Any]:
-        """Return it as the JSON object of a line, without what it does not say."""
+        """Return the JSON object of the window's line, without what is not known."""
         said: dict[str, Any] = {"format": ENERGY_FORMAT}
         said |= {name: getattr(self, name) for name in _READERS}
         said |= zip(SHARES, self.shares_s or (None,) * len(SHARES), strict=True)

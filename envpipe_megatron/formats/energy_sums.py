@@ -79,7 +79,7 @@ class EnergySums:
         return replace(self, step_s=copy.copy(self.step_s), compared=copy.copy(self.compared))
 
     def window(self, begin_s: float, first_iteration: int | None) -> EnergyWindow:
-        """Return all of one GPU and phase as one window, from that instant and iteration on."""
+        """Return the sums of one GPU and phase as a window, from that instant and iteration on."""
         assert self.last is not None
         error_j, shares_s = self.energy_uncertainty_j, self.known_shares_s
         place: dict[str, Any] = {}
@@ -216,7 +216,7 @@ def _labels(window: EnergyWindow) -> Hashable:
 class LogSums:
     """Adds up the windows of all GPUs of energy logs, between the notes of their nodes' agents.
 
-    `write` gets sums and notes, by which a bill is the same but for the number of windows. `share`
+    `write` gets sums and notes, which give the same bill except for the number of windows. `share`
     is as for `LineSums`; by default, all are of one span.
     """
 
@@ -234,7 +234,7 @@ class LogSums:
                 self._gpus[whose] = LineSums(self._write, self._share, math.inf)
             self._gpus[whose].add(entry)
             return
-        self.flush()  # what a note says may be of the windows behind it only
+        self.flush()  # what a note says may be of the windows after it only
         self._write(entry)
 
     def flush(self) -> None:

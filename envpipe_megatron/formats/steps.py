@@ -296,7 +296,7 @@ class ComparedSteps:
         what baselines expect s, error, J, error.
 
         Steps scatter on all GPUs alike, and errors of baselines are taken to: these add up. Errors
-        of metering are independent: their squares do, but for those of what is expected. Jobs
+        of metering are independent: their squares do, except for those of what is expected. Jobs
         mostly drift one way: so do errors by drift, of one baseline after another.
         """
         steps, time_s, energy_j, error_j2, base_s, base_j = self._sums

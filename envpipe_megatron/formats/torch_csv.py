@@ -115,7 +115,7 @@ def _row(schedule: Schedule, rank: int) -> Iterator[str]:
     parts: list[str] = []
     for at, own in enumerate(order):
         if own.combined and own.kind is Kind.INPUT_GRADIENT:
-            continue  # its weights' gradient behind it is written for both
+            continue  # its weights' gradient after it is written for both
         whole = own.kind is Kind.WEIGHT_GRADIENT and order[at - 1].combined
         letter = Kind.BACKWARD.letter if whole else own.kind.letter
         first = own.chunk * ranks

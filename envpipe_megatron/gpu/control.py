@@ -80,10 +80,10 @@ class Control:
         return self
 
 
-def check_controls(site: SiteConfig) -> tuple[Control, ...]:
+def check_controls(site: SiteConfig, uid: str | None = None) -> tuple[Control, ...]:
     """Return for each back end that drives hardware whether it is allowed, in `auto`'s order.
 
-    Those that the site does not allow come last.
+    Those that the site does not allow come last. Without a `uid`, for all GPUs of this machine.
     """
     known = hardware_backends()
     allowed = known if site.backends is None else site.backends
@@ -93,26 +93,26 @@ def check_controls(site: SiteConfig) -> tuple[Control, ...]:
             raise GpuError(
                 f"{FORBID_VARIABLE} is set", remedy=f"Unset {FORBID_VARIABLE} where you may"
             )
-        devices = _controllable_gpus()
+        devices = _controllable_gpus(uid)
     except GpuError as error:
         return tuple(_refused(name, error) for name in order)
     return tuple(_check(name, name in allowed, site, devices) for name in order)
 
 
-def _controllable_gpus() -> list[Device]:
-    """Return this machine's GPUs whose clocks a user with rights can change."""
+def _controllable_gpus(uid: str | None) -> list[Device]:
+    """Return a GPU, or of all of this machine those, whose clocks a user with rights can change."""
     found: list[Device] = []
     obstacles: list[GpuError] = []
-    for device in list_gpus():
+    for each in [uid] if uid else [device.uid for device in list_gpus()]:
         try:
-            obstacle = look_at(device.uid).obstacle()
+            gpu = look_at(each)
+            if (obstacle := gpu.obstacle()) is None:
+                found.append(gpu.device())
+                continue
         except GpuError as error:  # a card for displays, for example, lists no clocks
             obstacle = error
-        if obstacle is None:
-            found.append(device)
-        else:
-            obstacles.append(obstacle)
-            _LOG.debug("GPU %d cannot be controlled: %s", device.index, obstacle)
+        obstacles.append(obstacle)
+        _LOG.debug("GPU %s cannot be controlled: %s", each, obstacle)
     if found:
         return found
     if obstacles:
@@ -146,16 +146,17 @@ def _refused(backend: str, error: GpuError) -> Control:
     return Control(backend, None, reason, error.remedy)
 
 
-def choose_control(wanted: str, site: SiteConfig) -> Control:
+def choose_control(wanted: str, site: SiteConfig, uid: str | None = None) -> Control:
     """Choose the back end that changes a job's clocks: for `auto` the first that is allowed.
 
-    A back end that is named is never replaced by another; `wanted` is one of `CHOICES`.
+    A back end that is named is never replaced by another; `wanted` is one of `CHOICES`. No GPU but
+    that of a `uid` is asked: the driver of another one may hang.
     """
     if wanted == READ_ONLY:
         return Control(wanted, None, "no clock control was requested")
     if wanted in ("dry_run", "emulated"):
         return Control(wanted, wanted, f"{wanted} was requested, and changes no real GPU")
-    return first_allowed(wanted, check_controls(site))
+    return first_allowed(wanted, check_controls(site, uid))
 
 
 def first_allowed(wanted: str, controls: Sequence[Control]) -> Control:
@@ -190,7 +191,7 @@ def choose_for(uid: str, wanted: str, *, one_clock: bool) -> Control:
         site = SiteConfig() if wanted == "emulated" else read_site()
     except GpuError as error:
         return Control(wanted, None, error.what, error.remedy)
-    chosen = choose_control(wanted, site)
+    chosen = choose_control(wanted, site, uid)
     if chosen.backend is None:
         return chosen
     try:
@@ -235,19 +236,18 @@ def reset_clocks(
     no lease can be written the clock is reset all the same, unless a job holds it.
 
     Args:
-        dead_jobs: whether to undo, behind these, what dead jobs left on other GPUs, but for another
+        dead_jobs: whether to undo, after these, what dead jobs left on other GPUs, except another
             user's emulated ones, which are paths; raises LeaseFolderError if a folder of leases is
             unsafe.
     """
-    controls = check_controls(site)
-    #: Which back end opens a real GPU, or why none does.
-    by_backend = {control.wanted: control for control in controls if control.backend is not None}
-    else_by = first_allowed("auto", controls)
 
     def open_allowed(address: GpuAddress) -> Gpu:
         if address.backend not in hardware_backends():
             return open_gpu(address)
-        chosen = by_backend.get(address.backend, else_by)
+        controls = check_controls(site, address.uid)
+        chosen = first_allowed(address.backend, controls)
+        if chosen.backend is None:
+            chosen = first_allowed("auto", controls)
         if chosen.backend is None:
             raise GpuPermissionError(chosen.why, remedy=chosen.remedy)
         return open_controlled(address.uid, chosen, site)

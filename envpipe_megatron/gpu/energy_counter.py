@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import astuple
@@ -38,12 +37,10 @@ STALL_S = 3.0
 _PROCESS = ("-P", "-m", "envpipe_megatron.gpu.energy_counter")  # -P: not the working folder
 #: The socket to the rank is its standard input.
 _RANK = 0
-#: Said of an error: in JSON a character takes up to 12 bytes, a message holds 16 KiB.
+#: Characters of an error that are sent: in JSON one takes up to 12 bytes, a message holds 16 KiB.
 _ERROR_CHARACTERS = 1000
 #: How long to wait for its end, s; a driver may hang.
 _END_S = 1.0
-#: Most messages that wait for a rank that takes none, as one that is stopped; then the oldest go.
-_MOST_WAITING = 4096
 
 
 class EnergyCounter:
@@ -182,7 +179,6 @@ def main() -> None:
     # A rank that takes nothing for minutes must not keep this process from looking.
     rank = socket.socket(fileno=_RANK)
     rank.setblocking(False)
-    waiting = deque[dict[str, object]](maxlen=_MOST_WAITING)
     last: EnergyReading | None = None
     said: str | None = None
     while os.getppid() == order["parent"]:  # a child that the rank forked may keep its end open
@@ -192,12 +188,9 @@ def main() -> None:
         except Exception as failure:  # a driver may fail in any way
             error = str(failure)[:_ERROR_CHARACTERS]
         if (reading, error) != (last, said):
-            last, said = reading, error
-            waiting.append({"error": error, "reading": reading and astuple(reading)})
-        with suppress(BlockingIOError):
-            while waiting:
-                send(rank, waiting[0])
-                waiting.popleft()
+            with suppress(BlockingIOError):  # of a counter, a later refresh says as much
+                send(rank, {"error": error, "reading": reading and astuple(reading)})
+                last, said = reading, error
         if select.select([_RANK], [], [], order["poll_s"])[0]:
             return  # a rank says nothing: its end has closed
 

@@ -135,6 +135,14 @@ class VendorGpu(Gpu):
         """Return what makes this GPU refuse locks to every user, None if nothing is known to."""
         return None
 
+    @classmethod
+    def uid_of_cuda_device(cls, uuid: str) -> str | None:
+        """Return the uid of the GPU that torch names so; None if the vendor has none."""
+        for device in cls.list_gpus():
+            if uuid.lower() in (device.cuda_uuid.lower(), device.uid.lower()):
+                return device.uid
+        return None
+
     def device(self) -> Device:
         """Return where the vendor's library lists it now. Raises GpuError if it does not."""
         uid = self.address.uid
@@ -166,7 +174,7 @@ def _added() -> dict[str, EntryPoint]:
 
 
 def hardware_backends() -> tuple[str, ...]:
-    """Return the names of those that change real clocks, in the order in which `auto` tries them.
+    """Return names of back ends that change real clocks, in the order in which `auto` tries them.
 
     A back end of another package counts as one.
     """
@@ -202,11 +210,16 @@ def backend_class(name: str) -> type[Gpu]:
 
 @cache
 def vendors() -> tuple[type[VendorGpu], ...]:
-    """Return the back ends that list real GPUs; one that cannot be imported is left out."""
+    """Return the back ends that list real GPUs; another package's that fails is left out.
+
+    Raises NoDriverError if NVML's cannot be imported.
+    """
     found = []
     for name in hardware_backends():
         try:
             backend = backend_class(name)
+        except NoDriverError:
+            raise
         except GpuError as error:
             _LOG.warning("%s", error)
             continue
@@ -276,14 +289,13 @@ def uid_of_cuda_device(uuid: str) -> str:
 
     Raises GpuError if no driver lists it.
     """
-    devices = list_gpus()
-    for device in devices:
-        if uuid.lower() in (device.cuda_uuid.lower(), device.uid.lower()):
-            return device.uid
+    for vendor, _ in vendors_here():
+        if (uid := vendor.uid_of_cuda_device(uuid)) is not None:
+            return uid
     raise GpuError(
         "CUDA uses a GPU that no driver's library lists",
         value=uuid,
-        remedy=f"Listed are {', '.join(d.uid for d in devices) or 'none'}. Give the container "
+        remedy=f"Listed are {', '.join(d.uid for d in list_gpus()) or 'none'}. Give the container "
         "the same GPUs for 'compute' and 'utility'; instances of MIG cannot be controlled",
     )
 

@@ -31,6 +31,7 @@ from envpipe_megatron.gpu.base import GpuError
 SITE_VARIABLE = "ENVPIPE_SITE_CONFIG"
 DEFAULT_SITE_PATH = Path("/etc/envpipe/site.toml")
 _FORMAT = "envpipe-site/1"
+_OVERFLOW_UID = 65534
 PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
@@ -92,14 +93,17 @@ def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
             value=stat.filemode(status.st_mode),
             remedy=f"chmod go-w {path}",
         )
-    # In a user namespace the files of the machine's root show as the overflow user's.
-    of_root = status.st_uid == 0 or (status.st_uid == 65534 and in_user_namespace())
-    if os.geteuid() == 0 and not of_root:
+    if os.geteuid() == 0 and not is_of_root(status):
         raise GpuError(
             f"The site configuration {path} belongs to another user than root, who runs this",
             value=status.st_uid,
             remedy=f"chown root {path}",
         )
+
+
+def is_of_root(status: os.stat_result) -> bool:
+    """Return whether a file is root's: in a user namespace it shows as the overflow user's."""
+    return status.st_uid == 0 or (status.st_uid == _OVERFLOW_UID and in_user_namespace())
 
 
 def in_user_namespace() -> bool:

@@ -128,7 +128,7 @@ class UnitFollower:
         if left is not None and self.against is None:
             self._leave(f"This iteration ended before {left}")
         while self.run.next_unit is not None:
-            self.run.unit_ended = None  # memory is not what it was behind each unit
+            self.run.unit_ended = None  # memory is not what it was after each unit
             self.run.begin_unit()
             self.run.end_unit()
 

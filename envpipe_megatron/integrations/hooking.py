@@ -30,7 +30,13 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.framework_units import once
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import JobError
-from envpipe_megatron.integrations.options import flag_of, flags_given, prepare_files, read_options
+from envpipe_megatron.integrations.options import (
+    by_variables,
+    flag_of,
+    flags_given,
+    prepare_files,
+    read_options,
+)
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.search.layer_profile import FULL, SELECTIVE
 
@@ -165,12 +171,13 @@ def same_job(args: argparse.Namespace) -> dict[str, object]:
 def refusals(of: type[EnvPipeError] = EnvPipeError) -> Iterator[None]:
     """Within, or in a function under it, an error ends the job as argparse does.
 
-    By a message without a stack, printed once on each node: it must be one that all ranks have.
+    By a message without a stack, printed once on each node: it must be one that all ranks have. But
+    where a rank's variables set options, which others may not have, each prints its own.
     """
     try:
         yield
     except of as error:
-        if _logs_here():
+        if _logs_here() or by_variables():
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 #: Options that do not go with a framework that keeps its own order and messages.
 _WITHOUT = (*OF_LEVELS, "scheduling", "max_in_flight", "profile_only", "channel")
-#: Where a call is made.
+#: Where a call is made, for errors.
 _OUTSIDE, _WITHIN = "outside a step", "within a step"
 
 
@@ -54,7 +54,7 @@ class InstrumentedPipeline:
     the highest clock, as the rest of its step does, and a step that failed ends nothing.
 
     On a GPU, the stream that is current in `on_step_begin` is the one that units run on, and waits
-    for a unit's input before its `on_instruction_begin`: a wait behind it counts as the unit's own.
+    for a unit's input before its `on_instruction_begin`: a wait after it counts as the unit's own.
 
     Args:
         pipeline_group: the ranks of this rank's pipeline, in order of their stages; of gloo or

@@ -135,7 +135,7 @@ class EnvPipeCallback:
         """
         from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
-        if self._framework_function is None:  # used twice, or made behind another, or too late
+        if self._framework_function is None:  # used twice, or made after another, or too late
             logger.error(
                 "This training runs without EnvPipe: Megatron-Bridge's loop did not get this "
                 "callback's function. Make one, and no more, before each call of `pretrain`, in "

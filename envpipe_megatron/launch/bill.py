@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -22,13 +21,8 @@ from envpipe_megatron.formats.energy import SHARES, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.launch.agent.ledger import log_path
 
-if TYPE_CHECKING:
-    from envpipe_megatron.launch.agent.agent import NodeAgent
-
 logger = logging.getLogger(__name__)
 
-#: How often to look whether the bill has grown.
-_LOOK_S = 1.0
 _LONGEST_NAME = 16
 _GPU_NAMES = ("node", "gpu_uid", "gpu", "rank", "stage")
 
@@ -195,10 +189,10 @@ class BillReport:
         self._node = node
         self._tariff = tariff
         self._interval = interval
-        #: Iterations at the last line.
+        #: Iterations that the last line was of.
         self._done = 0
-        self._over = threading.Event()
-        self._follower: threading.Thread | None = None
+        #: The last bill, and whether it is written.
+        self._ended: tuple[Bill, bool] | None = None
 
     @cached_property
     def _path(self) -> Path:
@@ -214,27 +208,6 @@ class BillReport:
         except OSError:  # a file system without locks, or whose files cannot be written
             pass
         return self._folder / "bill.json"
-
-    def follow(self, agent: NodeAgent) -> None:
-        """Show and write the bill as it grows, in a thread, until `stop`.
-
-        A stopped terminal or a disk that hangs delays only that; lines are left out meanwhile.
-        """
-        follower = threading.Thread(target=self._follow, args=(agent,), daemon=True)
-        try:
-            follower.start()
-        except RuntimeError as error:  # no more threads: training does not need this one
-            logger.error("The bill is shown at the end only: %s", error)
-        else:
-            self._follower = follower
-
-    def _follow(self, agent: NodeAgent) -> None:
-        try:
-            while not self._over.wait(_LOOK_S):
-                if (bill := agent.bill) is not None:
-                    self.look(bill)
-        except Exception:
-            logger.exception("The bill is shown at the end only")
 
     def look(self, bill: Bill) -> None:
         """Show and write the bill so far, if training is an interval further.
@@ -265,24 +238,23 @@ class BillReport:
             return False
         return True
 
-    def stop(self) -> None:
-        """Follow no more, once what is shown or written now has been."""
-        self._over.set()
-        if self._follower is not None:
-            self._follower.join()
-
     def end(self, bill: Bill) -> None:
-        """Write and show the last bill. What cannot be written or shown stops nothing else."""
-        self.stop()
+        """Write the last bill. What cannot be written stops nothing else."""
         self.look(bill)
-        written = self._write(self._path, bill_facts(bill, self._tariff))
+        self._ended = bill, self._write(self._path, bill_facts(bill, self._tariff))
         self._write(self._path.with_suffix(".csv"), bill_csv(bill))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
         of_nodes = {log_path(self._folder, node) for node in bill.nodes}
         for log in sorted(set(self._folder.glob("energy-*.jsonl")) - of_nodes):
             logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)
-        with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
+
+    def show(self) -> None:
+        """Show the last bill on this node, if it was here, to who still reads."""
+        if self._ended is None:
+            return
+        bill, written = self._ended
+        with contextlib.suppress(OSError, SystemExit, UnicodeError):  # nobody reads any more
             show_bill(bill, self._tariff, Console())
         if written:
             say_as_launcher(f"the bill is in {self._path}")

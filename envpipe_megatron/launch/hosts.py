@@ -56,10 +56,10 @@ _SSH_OPTIONS = (
     *("-o", "ControlMaster=no"),
 )
 
-#: For a node to end, beside twice what torchrun gives its ranks, which may have to be ended once
-#: more: then the energy bill waits for other nodes.
+#: How long a node has to end, beside twice what torchrun gives its ranks, which may have to be
+#: ended once more: then the energy bill waits for other nodes.
 STOP_GRACE_S = 90.0
-#: For output that is still to come when the client has ended.
+#: How long to wait for output that is still to come when the client has ended.
 _LAST_GRACE_S = 5.0
 _OF_SSH = 255
 
@@ -225,31 +225,29 @@ class _Run:
         return self._status or 0
 
     def _start(self, host: str, command: Sequence[str]) -> None:
-        pipe = subprocess.PIPE
+        pipe, process = subprocess.PIPE, None
         try:
             # A terminal's Ctrl-C is for us: the client would end before its node does.
             process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
-        except OSError as error:  # there is no ssh client, say
-            self._stop(1, f"{host} could not be started: {error}")
-            return
-        self._live[host] = process
-        threading.Thread(target=self._watch, args=(host, process), daemon=True).start()
-
-    def _watch(self, host: str, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout
-        assert process.stderr
-        mark = f"[{host}] "
-        relays = [
-            threading.Thread(target=self._relay, args=(pipe, mark, sink), daemon=True)
-            for pipe, sink in (
-                (process.stdout, sys.stdout.buffer),
-                (process.stderr, sys.stderr.buffer),
+            assert process.stdout
+            assert process.stderr
+            relays = (
+                _in_thread(self._relay, process.stdout, f"[{host}] ", sys.stdout.buffer),
+                _in_thread(self._relay, process.stderr, f"[{host}] ", sys.stderr.buffer),
             )
-        ]
-        for relay in relays:
-            relay.start()
+            _in_thread(self._watch, host, process, relays)
+        except (OSError, RuntimeError) as error:  # there is no ssh client or no thread, say
+            if process is not None:
+                _close(process)
+            self._stop(1, f"{host} could not be started: {error}")
+        else:
+            self._live[host] = process
+
+    def _watch(
+        self, host: str, process: subprocess.Popen[bytes], relays: Sequence[threading.Thread]
+    ) -> None:
         status = process.wait()
         # What a wrapper of ssh has left may keep the pipes open forever.
         end_s = time.monotonic() + _LAST_GRACE_S
@@ -314,6 +312,13 @@ class _Run:
         for process in self._live.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _in_thread(run: Callable[..., None], *arguments: object) -> threading.Thread:
+    """Run in a thread that the end of this process does not wait for."""
+    thread = threading.Thread(target=run, args=arguments, daemon=True)
+    thread.start()
+    return thread
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

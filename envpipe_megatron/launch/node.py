@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import IO
 
 from envpipe_megatron import child
@@ -38,15 +39,17 @@ logger = logging.getLogger(__name__)
 
 #: Starts torchrun. Without -P, Python would look for its modules in this folder first.
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
-#: Beyond what torchrun gives its ranks. While it waits at the end for nodes that were lost, it
-#: handles no signal for minutes.
+#: How much longer torchrun has to end than its ranks have. While it waits for nodes that were
+#: lost, it handles no signal for minutes.
 _PATIENCE_S = 10.0
-#: Meanwhile they may have started others.
+#: Until processes are looked for again: those that were found may have started others.
 _LOOK_AGAIN_S = 0.1
+#: How often to look whether the bill has grown.
+_BILL_LOOK_S = 1.0
 #: How long the bill waits for other nodes, which may hang in collectives until these time out.
 _OTHERS_END_S = 30.0
-#: How long to wait for the last messages of ranks that have ended.
-_LAST_WORDS_S = 5.0
+#: How long to wait for ranks and files beyond that.
+_DISK_S = 30.0
 #: How long the bill still waits after a signal; a second one ends the wait.
 _HURRIED_S = 5.0
 #: How long to wait for guards of ranks that have ended. A reset takes milliseconds, by a command
@@ -89,12 +92,17 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         last.callback(_wait_for_guards)
         agent = NodeAgent(settings.output_dir, settings.node_name)
         last.callback(agent.close)
-        last.callback(report.stop)
-        report.follow(agent)
         if agent.log.earlier_bytes:
             say_as_launcher(f"{agent.log.path} is continued; a new job needs another --output")
         also = handled_signals(read(torchrun_arguments))
         signals = last.enter_context(Signals(also, until_stdin_ends=settings.until_stdin_ends))
+        codes: SimpleQueue[int] = SimpleQueue()
+        billing = threading.Thread(target=_bill, args=(agent, report, codes), daemon=True)
+        try:
+            billing.start()
+        except RuntimeError as error:  # no more threads: training does not need this one
+            logger.error("The bill is shown at the end only: %s", error)
+        code = 1
         try:
             if settings.prometheus_port is not None:
                 from envpipe_megatron.launch.agent.prometheus import serve_metrics
@@ -103,15 +111,18 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
                 last.callback(serve_metrics(agent, *where, settings.job_name, tariff))
             named = {AGENT_VARIABLE: agent.address, JOB_NAME_VARIABLE: settings.job_name}
             code = run_torchrun(torchrun_arguments, {**os.environ, **named}, signals)
-        except BaseException:
-            agent.finish(1, 0.0)  # or the bill would call this node lost
-            raise
-        signals.call(lambda: agent.shorten_waits(_HURRIED_S), agent.shorten_waits)
-        agent.wait_until_none_is_connected(_LAST_WORDS_S)
-        try:
-            _bill(agent, code, report)
-        except Exception:  # training has its own exit status
-            logger.exception("There is no bill")
+        finally:
+            signals.call(lambda: agent.shorten_waits(_HURRIED_S), agent.shorten_waits)
+            codes.put(code)
+            if billing.ident is None:
+                _bill(agent, report, codes)
+            else:
+                billing.join(2 * _OTHERS_END_S + _DISK_S)
+        if billing.is_alive():
+            why = "There is no bill: the disk of %s, or who reads what is printed, does not answer"
+            logger.error(why, settings.output_dir)
+        else:
+            report.show()
     return code
 
 
@@ -139,25 +150,39 @@ def _ends(pid: int, until_s: float) -> bool:
         os.close(process)
 
 
-def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
-    if not agent.gpus.ledgers():
-        agent.finish(code, 0.0)
-        if not code:  # else what torchrun said matters
+def _bill(agent: NodeAgent, report: BillReport, codes: SimpleQueue[int]) -> None:
+    """Show and write the bill as it grows, and end it when torchrun has ended with a code.
+
+    A stopped terminal or a disk that hangs delays only this; lines are left out meanwhile.
+    """
+    code, look_s = None, _BILL_LOOK_S
+    while code is None:
+        try:
+            if agent.bill is not None:
+                report.look(agent.bill)
+        except Exception:
+            logger.exception("The bill is shown at the end only")
+            look_s = threading.TIMEOUT_MAX
+        with contextlib.suppress(Empty):
+            code = codes.get(timeout=look_s)
+    try:
+        late = agent.finish(code, _OTHERS_END_S)
+        if agent.bill is not None:
+            for name in late:
+                why = "%s did not end in time; `envpipe energy sum` adds its log up later"
+                logger.warning(why, name)
+            report.end(agent.bill)
+        elif ledgers := agent.gpus.ledgers():
+            own_j = sum(ledger.energy_j for ledger in ledgers)
+            say_as_launcher(f"{own_j:.1f} J on this node, in {agent.log.path}")
+            if why := agent.uplink.why_unknown():
+                say_as_launcher(f"the job's bill may lack them: {why}")
+        elif not code:  # else what torchrun said matters
             say_as_launcher(
                 "no rank of this node reported any training, so there is no bill: is EnvPipe on?"
             )
-        return
-    late = agent.finish(code, _OTHERS_END_S)
-    bill = agent.bill
-    if bill is None:
-        own_j = sum(ledger.energy_j for ledger in agent.gpus.ledgers())
-        say_as_launcher(f"{own_j:.1f} J on this node, in {agent.log.path}")
-        if why := agent.uplink.why_unknown():
-            say_as_launcher(f"the job's bill may lack them: {why}")
-        return
-    for name in late:
-        logger.warning("%s did not end in time; `envpipe energy sum` adds its log up later", name)
-    report.end(bill)
+    except Exception:  # training has its own exit status
+        logger.exception("There is no bill")
 
 
 def run_torchrun(

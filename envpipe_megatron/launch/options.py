@@ -146,8 +146,8 @@ def handled_signals(options: argparse.Namespace) -> set[signal.Signals]:
 
 def shutdown_s(options: argparse.Namespace) -> int:
     """Return how long torchrun gives its ranks from a signal to their end, s."""
-    # Older torchruns have no such option; and any torchrun refuses a variable that is no number.
-    given: int | None = getattr(options, "shutdown_timeout", None)
+    # torch 2.11 has neither option nor variable; and any torchrun refuses one that is no number.
+    given: int | None = getattr(options, "shutdown_timeout", _SHUTDOWN_S)
     variable = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     return given if given is not None else int(variable) if variable.isdecimal() else _SHUTDOWN_S
 
@@ -179,7 +179,7 @@ def options_here(line: CommandLine) -> TorchrunOptions:
         # A port by default: torch 2.11, which takes no free one on a single node.
         if name == "master_port" and read(["--", *line.script]).master_port is not None:
             by_slurm = True
-        found = _variable(name) or (_slurm(name) if by_slurm else None)
+        found = _variable(name, nodes) or (_slurm(name) if by_slurm else None)
         if found is None and name == "nproc_per_node":
             import torch
 
@@ -215,7 +215,7 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
 
     made = []
     for rank, host in enumerate(hosts):
-        found = {name: _variable(name) for name in NAMES}
+        found = {name: _variable(name, str(len(hosts))) for name in NAMES}
         found["nnodes"] = str(len(hosts)), "hostfile"
         found["node_rank"] = str(rank), "hostfile"
         found["master_addr"] = found["master_addr"] or (hosts[0].name, "hostfile")
@@ -384,9 +384,13 @@ def _slurm_master() -> _Found | None:
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0]), name
 
 
-def _variable(name: str) -> _Found | None:
-    """Return the value of torchrun's own variable, or else of EnvPipe's."""
-    return _first(f"PET_{name.upper()}", name.upper())
+def _variable(name: str, nodes: str | None) -> _Found | None:
+    """Return the value of torchrun's own variable, or else of EnvPipe's.
+
+    A place among several nodes may be another job's, or the whole cluster's: one node has none.
+    """
+    has_place = _several(nodes) or name not in ("node_rank", "master_addr")
+    return _first(f"PET_{name.upper()}", *([name.upper()] if has_place else []))
 
 
 def _first(*variables: str) -> _Found | None:

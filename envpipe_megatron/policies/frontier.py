@@ -161,6 +161,7 @@ class ObjectivePlanner:
         early_s = self.best_time_s(optimizer) or self.latest_time_s(optimizer)
         plan = self._planned(optimizer, early_s)
         if self._excess(plan) > 1:
+            early_s = min(early_s, self.latest_time_s(optimizer))
             plan = self._later(optimizer, early_s, plan)
             cap_w = self.objective.power_cap_w
             if cap_w is not None and (self._excess(plan) > 1 or self.objective.power_window_s):
@@ -192,7 +193,7 @@ class ObjectivePlanner:
         """Return the plan for the first time within limits; the nearest if there is none."""
         late_s, excess = self.latest_time_s(optimizer, worth_w), self._excess(early)
         in_time = early is not None and late_s <= early_s
-        if excess <= 1 or in_time or self.objective.goal == Goal.ENERGY:
+        if excess <= 1 or in_time:
             return early
         step = _SAME_TIME
         best = min(early, self._planned(optimizer, late_s, worth_w), key=self._rank)

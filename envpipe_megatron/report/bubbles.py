@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,41 +48,33 @@ _MOST_UNITS = 2_000
 
 
 @dataclass(frozen=True)
-class GpuTime:
-    """Where the time of a GPU goes between its pipeline's first unit and last; of an iteration.
-
-    Args:
-        critical_s: in units on the path that sets the pipeline's time.
-    """
-
-    gpu: PlacedGpu
-    units_s: float
-    bubbles_s: float
-    critical_s: float
-
-
-@dataclass(frozen=True)
 class Bubbles:
-    """Means over some iterations at full clock.
+    """Means over some iterations at full clock, from a pipeline's first unit to its last.
 
     Args:
         iterations: how many were looked at.
-        pipeline_s: from the first unit to the last.
+        pipeline_s: time of the whole pipeline.
+        gpus: of all whole pipelines.
+        units_s, bubbles_s, critical_s: [num_gpus] where the time of each goes; the last is that of
+            units on the path that sets the pipeline's time.
         schedule: the pipeline's order.
         unit_s: [num_stages, units_per_stage] durations, means over pipelines too.
     """
 
     iterations: int
     pipeline_s: float
-    gpus: tuple[GpuTime, ...]
+    gpus: tuple[PlacedGpu, ...]
+    units_s: FloatArray
+    bubbles_s: FloatArray
+    critical_s: FloatArray
     schedule: Schedule
     unit_s: FloatArray
 
     @property
     def share(self) -> float:
         """Share of bubbles in the GPUs' time between the first unit and the last."""
-        bubbles_s = sum(each.bubbles_s for each in self.gpus)
-        return bubbles_s / (bubbles_s + sum(each.units_s for each in self.gpus))
+        bubbles_s = float(self.bubbles_s.sum())
+        return bubbles_s / (bubbles_s + float(self.units_s.sum()))
 
     @property
     def slowest_stage(self) -> tuple[int, float]:
@@ -101,14 +93,12 @@ class Bubbles:
     @property
     def stragglers(self) -> list[tuple[PlacedGpu, float]]:
         """GPUs that are slower than their stage's others, with the share."""
-        by_stage: dict[int, list[GpuTime]] = {}
-        for each in self.gpus:
-            by_stage.setdefault(each.gpu.stage, []).append(each)
-        found = []
-        for own in by_stage.values():
-            usual_s = statistics.median_low([each.units_s for each in own])
-            slow = (each for each in own if each.units_s > (1 + _STRAGGLES) * usual_s)
-            found += [(each.gpu, each.units_s / usual_s - 1) for each in slow]
+        found, stages = [], np.array([gpu.stage for gpu in self.gpus])
+        for stage in range(self.schedule.num_stages):
+            own = np.flatnonzero(stages == stage)
+            usual_s = statistics.median_low(self.units_s[own])
+            slow = own[self.units_s[own] > (1 + _STRAGGLES) * usual_s]
+            found += [(self.gpus[at], float(self.units_s[at] / usual_s - 1)) for at in slow]
         return found
 
 
@@ -145,12 +135,15 @@ def find_bubbles(
     units_s, critical_s = unit_s.sum(axis=2), (on_path * unit_s).sum(axis=2)
     bubbles_s = np.maximum(0.0, spans_s[:, None] - units_s)
     ranks = np.array([[read.labels.rank for read in reads] for reads in whole])
-    times = tuple(
-        GpuTime(gpu, *(float(of[ranks == rank].mean()) for of in (units_s, bubbles_s, critical_s)))
-        for rank, gpu in gpus.items()
-        if rank in ranks
+    own_gpus = tuple(gpu for rank, gpu in gpus.items() if rank in ranks)
+    units_s, bubbles_s, critical_s = (
+        np.array([of[ranks == gpu.rank].mean() for gpu in own_gpus])
+        for of in (units_s, bubbles_s, critical_s)
     )
-    return Bubbles(len(latest), float(spans_s.mean()), times, schedule, unit_s.mean(axis=0))
+    pipeline_s, mean_s = float(spans_s.mean()), unit_s.mean(axis=0)
+    return Bubbles(
+        len(latest), pipeline_s, own_gpus, units_s, bubbles_s, critical_s, schedule, mean_s
+    )
 
 
 def _at_full_clock(
@@ -195,9 +188,9 @@ class Predicted:
         lacking: what cannot be predicted, and why.
     """
 
-    levels: Mapping[str, tuple[float, float]]
-    waiting_power_w: tuple[float, ...] | None
-    assumed: tuple[str, ...]
+    levels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    waiting_power_w: tuple[float, ...] | None = None
+    assumed: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
 
 
@@ -218,7 +211,7 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
         fitted = "fitted to measurements" if preset.fitted else "not fitted: a guess"
         source = f"those of the model {preset.name} ({fitted}), from the measured times"
     else:
-        return Predicted({}, None, (), (f"there is no model of this GPU ({gpu})",))
+        return Predicted(lacking=(f"there is no model of this GPU ({gpu})",))
     if schedule.num_units > _MOST_UNITS:
         why = f"an order of {schedule.num_units} units takes long to plan"
         return Predicted({}, waiting_w, (), (why,))

@@ -68,7 +68,7 @@ class Marks:
 
     Args:
         name, colour: of all marks that have none among their columns; a legend has each name once,
-            but for empty ones.
+            except for empty ones.
         columns: by name, a value for each mark: for a line `x` and `y` (arrays of points), for a
             dot `x` and `y`, for a box `row`, `begin` and `end`, for a span `begin` and `end`.
             Where there is a `group`, only the marks of a chosen one are shown. Boxes may have a

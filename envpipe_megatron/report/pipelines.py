@@ -30,7 +30,7 @@ def on_one_axis(
 
     The stages of a pipeline begin an iteration together, so the median difference between the
     begins of the iterations that two nodes recorded is taken to be 0. A node without an iteration
-    in common with that of the lowest rank keeps its time. A start comes behind the one before it: a
+    in common with that of the lowest rank keeps its time. A start comes after the one before it: a
     node that was booted between them has a clock that begins anew.
     """
     lines = tuple(lines)
@@ -189,7 +189,7 @@ def _schedule(units: tuple[tuple[Unit, ...], ...]) -> Schedule | None:
     every = [unit for order in units for unit in order]
     if len({len(order) for order in units}) != 1:
         return None
-    # Chunks lie one behind the other, or in a V: what one of them cannot run is the other's.
+    # Chunks lie one after the other, or in a V: what one of them cannot run is the other's.
     for placement in (Placement.LOOPED, Placement.V):
         with suppress(ScheduleError):
             return Schedule(

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 #: Torn lines that are named; the others are counted.
 _NAMED_LINES = 3
-#: Of each stage, in a summary's memory.
+#: Fields of each stage in a summary's `memory`.
 _PEAKS = ("predicted_peak_bytes", "measured_peak_bytes")
 
 
@@ -52,7 +52,6 @@ class RunFolder:
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
         summary: of the job, as `summary.json` has it.
-        starts: those that `job.json` names, the last one last; none if it does not.
         missing: what is not there or cannot be read, and what the report misses for it.
     """
 
@@ -63,7 +62,6 @@ class RunFolder:
     plan: Plan | None
     clocks: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
-    starts: tuple[str, ...]
     missing: tuple[str, ...]
 
     @property
@@ -101,15 +99,16 @@ class RunFolder:
         # An earlier start's says nothing of one that was killed, or runs.
         if said is not None and summary.get("started", last) == last:
             return said is True
-        orders: dict[tuple[int, int], set[str]] = {}
-        clocks_mhz: dict[int, set[int]] = {}
-        for read in self.timelines.iterations:
-            rank = read.labels.rank
-            orders.setdefault((rank, len(read.start_us)), set()).add(read.order)
-            if read.frequency_mhz is not None:
-                clocks_mhz.setdefault(rank, set()).update(read.frequency_mhz.tolist())
-        one_order = all(len(of_rank) == 1 for of_rank in orders.values())
-        return bool(orders) and one_order and all(len(own) == 1 for own in clocks_mhz.values())
+        reads = self.timelines.iterations
+        orders = {(read.labels.rank, len(read.start_us), read.order) for read in reads}
+        clocks = {
+            (read.labels.rank, mhz)
+            for read in reads
+            if read.frequency_mhz is not None
+            for mhz in read.frequency_mhz.tolist()
+        }
+        one_order = len({own[:2] for own in orders}) == len(orders)
+        return bool(orders) and one_order and len(dict(clocks)) == len(clocks)
 
     @property
     def last_start(self) -> str:
@@ -167,11 +166,18 @@ def read_run_folder(path: Path) -> RunFolder:
         lacking = "the job wrote to another folder (--envpipe-output), or to none"
     summary = _read(path / "summary.json", lacking, _read_summary, missing)
     starts = _read(path / "job.json", "", _read_starts, missing) or ()
-    folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, starts, ())
-    folder, others = _of_present_job(folder)
+    folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, ())
+    folder, others = _of_present_job(folder, starts)
+    if folder.summary is not summary:
+        missing.append(f"summary.json is of another job: {lacking}")
     if others:
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
-    missing += _stages_without_timelines(folder)
+    seen = {read.labels.stage for read in folder.timelines.iterations}
+    if seen and (silent := set(range(folder.num_stages)) - seen):
+        named = ", ".join(map(str, sorted(silent)))
+        missing.append(
+            f"timelines of stages {named}: without them, no iteration of the pipeline is drawn"
+        )
     if not folder.timelines.iterations and not folder.energy.windows:
         raise EnvPipeError(
             f"No run has left timeline*.jsonl or energy*.jsonl in {path}",
@@ -229,15 +235,14 @@ def _read_summary(file: Path) -> dict[str, Any]:
     return fields.data
 
 
-def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
-    """Leave out the lines of earlier jobs, and bring the others' instants to one axis.
+def _of_present_job(folder: RunFolder, starts: tuple[str, ...]) -> tuple[RunFolder, int]:
+    """Leave out earlier jobs' lines and summary, and bring the others' instants to one axis.
 
     Returns the number of lines that were left out, too. `job.json` has the starts of a job that
-    sets clocks, which is the present one if no line is of a later start. Lines whose run names no
-    start are kept. Of several names of runs, which no job of one folder has, those of the last
-    line.
+    sets clocks, the last one last: it is the present job if no line is of a later start. Lines
+    whose run names no start are kept. Where runs have several names, as those of
+    several jobs, the last line's are kept.
     """
-    starts = folder.starts
     timelines, energy = folder.timelines, folder.energy
     runs = [read.labels.run for read in timelines.iterations]
     runs += [window.run for window in folder.energy.windows]
@@ -260,15 +265,7 @@ def _of_present_job(folder: RunFolder) -> tuple[RunFolder, int]:
     timelines, of_one_axis = on_one_axis(timelines, lines)
     energy = replace(energy, lines=of_one_axis)
     clocks = tuple(entry for entry in folder.clocks if own(entry.get("run", "")))
-    present = replace(folder, timelines=timelines, energy=energy, clocks=clocks)
+    started = (folder.summary or {}).get("started", "")
+    summary = folder.summary if own(f"{name} {started}".strip()) else None
+    present = replace(folder, timelines=timelines, energy=energy, clocks=clocks, summary=summary)
     return present, sum(not own(run) for run in runs)
-
-
-def _stages_without_timelines(folder: RunFolder) -> list[str]:
-    """Name the stages that recorded no timeline, if others did."""
-    seen = {read.labels.stage for read in folder.timelines.iterations}
-    lacking = sorted(set(range(folder.num_stages)) - seen)
-    if not seen or not lacking:
-        return []
-    named = ", ".join(map(str, lacking))
-    return [f"timelines of stages {named}: without them, no iteration of the pipeline is drawn"]

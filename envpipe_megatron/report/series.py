@@ -27,7 +27,7 @@ from envpipe_megatron.report.charts import (
 
 #: Colours of phases, in a job's order.
 _PHASES = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY, GREY), strict=True))
-#: Of each line: more than a screen has pixels would not be seen.
+#: Most points of a line: more than a screen has pixels would not be seen.
 _MOST_POINTS = 800
 _TIME_BINS = 600
 

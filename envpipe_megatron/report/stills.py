@@ -31,7 +31,7 @@ from envpipe_megatron.report.charts import (
 )
 
 DPI = 150
-#: In every PNG of ours.
+#: Marks each PNG that EnvPipe has written.
 PICTURE_MARK = "EnvPipe for Megatron"
 _MOST_PIXELS = 2000  # of a side: the pictures of large pipelines
 _MOST_TICKS = 32

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from envpipe_megatron import __version__
+import numpy as np
+
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.errors import plain
 from envpipe_megatron.formats.bill import Bill, num_gpus
@@ -51,7 +52,7 @@ def sections_of(
     folder: RunFolder, facts: ReportFacts, trace: Sequence[str], stills: Mapping[str, str]
 ) -> list[Section]:
     """Return all of a report: `trace` says what is in it, `stills` have captions by file."""
-    known = [
+    return [
         comparison_section(facts),
         *_bubbles(facts),
         Section("Pictures", stills=stills),
@@ -62,13 +63,12 @@ def sections_of(
         Section("Notes", lines=tuple(_notes(folder, facts))),
         Section("Not in this report", lines=folder.missing),
     ]
-    return [part for part in known if part.rows or part.lines or part.stills]
 
 
 def comparison_section(facts: ReportFacts) -> Section:
     """Show a step of baseline and phases; where nothing was changed, nothing is saved."""
     header = ("step of", "GPUs", "iterations", "time (s)", "energy of all GPUs (J)", "W a GPU")
-    named = [(step.name, step) for step in facts.phases]
+    named = list(facts.phases.items())
     if facts.baseline is not None:
         named.insert(0, ("baseline, compared with", facts.baseline))
     if not named:
@@ -92,41 +92,38 @@ def comparison_section(facts: ReportFacts) -> Section:
     return Section(RESULT, header, tuple(rows), lines)
 
 
-def _bubbles(facts: ReportFacts) -> Iterator[Section]:
+def _bubbles(facts: ReportFacts) -> tuple[Section, Section]:
     """Show where pipelines wait, and what that is worth."""
     found, predicted = facts.bubbles, facts.predicted
     if found is None:
-        return
-    waiting_w = None if predicted is None else predicted.waiting_power_w
+        return Section(BUBBLES), Section(LEVELS)
+    waiting_w = predicted.waiting_power_w
     header = (
         "rank", "pipeline", "stage", "units (s)", "bubbles (s)", "bubbles (%)",
         "bubbles (J)", "on the critical path (%)",
     )  # fmt: skip
+    times_s = zip(found.units_s, found.bubbles_s, found.critical_s, strict=True)
     rows = tuple(
         (
-            str(each.gpu.rank), str(each.gpu.pipeline), str(each.gpu.stage),
-            f"{each.units_s:.4f}", f"{each.bubbles_s:.4f}",
-            f"{100 * each.bubbles_s / found.pipeline_s:.1f}",
-            "" if waiting_w is None else f"{waiting_w[each.gpu.stage] * each.bubbles_s:.1f}",
-            f"{100 * each.critical_s / found.pipeline_s:.1f}",
+            str(gpu.rank), str(gpu.pipeline), str(gpu.stage), f"{units_s:.4f}", f"{bubbles_s:.4f}",
+            f"{100 * bubbles_s / found.pipeline_s:.1f}",
+            "" if waiting_w is None else f"{waiting_w[gpu.stage] * bubbles_s:.1f}",
+            f"{100 * critical_s / found.pipeline_s:.1f}",
         )
-        for each in found.gpus
+        for gpu, (units_s, bubbles_s, critical_s) in zip(found.gpus, times_s, strict=True)
     )  # fmt: skip
-    yield Section(BUBBLES, header, rows, tuple(_bubble_lines(found, waiting_w)))
-    if predicted is not None:
-        levels = tuple(
-            (level, f"{saving_percent:z.1f}", f"{slowdown_percent:z.2f}")
-            for level, (saving_percent, slowdown_percent) in predicted.levels.items()
-        )
-        yield Section(
-            LEVELS,
-            ("level", "energy saved (%)", "slower (%)"),
-            levels,
-            (
-                *(f"Assumed: {one}." for one in predicted.assumed),
-                *(f"Not predicted: {one}." for one in predicted.lacking),
-            ),
-        )
+    levels = tuple(
+        (level, f"{saving_percent:z.1f}", f"{slowdown_percent:z.2f}")
+        for level, (saving_percent, slowdown_percent) in predicted.levels.items()
+    )
+    lines = (
+        *(f"Assumed: {one}." for one in predicted.assumed),
+        *(f"Not predicted: {one}." for one in predicted.lacking),
+    )
+    return (
+        Section(BUBBLES, header, rows, tuple(_bubble_lines(found, waiting_w))),
+        Section(LEVELS, ("level", "energy saved (%)", "slower (%)"), levels, lines),
+    )
 
 
 def _bubble_lines(found: Bubbles, waiting_w: tuple[float, ...] | None) -> Iterator[str]:
@@ -136,7 +133,7 @@ def _bubble_lines(found: Bubbles, waiting_w: tuple[float, ...] | None) -> Iterat
         "clock."
     )
     if waiting_w is not None:
-        joules = sum(waiting_w[each.gpu.stage] * each.bubbles_s for each in found.gpus)
+        joules = np.array(waiting_w)[[gpu.stage for gpu in found.gpus]] @ found.bubbles_s
         yield f"In them the GPUs take {joules:.1f} J an iteration, at the power of waiting."
     stage, beyond = found.slowest_stage
     sooner = 1 - found.even_s / found.pipeline_s
@@ -186,9 +183,8 @@ def _clocks(folder: RunFolder) -> Section:
         rank = f"{entry.get('run', '') if several else ''} {entry.get('rank', '')}".strip()
         rows.append(
             (
-                rank,
-                str(entry.get("stage", "")), str(entry.get("backend", "")),
-                str(entry.get("changes", "")), str(followed.get("judged", "")), *shares,
+                rank, *(str(entry.get(name, "")) for name in ("stage", "backend", "changes")),
+                str(followed.get("judged", "")), *shares,
                 str(entry.get("error") or ""),
             )
         )  # fmt: skip
@@ -249,21 +245,3 @@ def _energy(step: StepFacts) -> str:
     if uncertainty_j is None:
         return f"{step.energy_j:.1f}"
     return f"{step.energy_j:.1f} +- {1.96 * step.num_gpus * uncertainty_j:.1f}"
-
-
-def to_markdown(title: str, sections: Iterable[Section], command: str = "report") -> str:
-    """Return Markdown, made by one of EnvPipe's commands; pictures are linked."""
-    parts = [f"# {title}", f"Made by `envpipe {command}` {__version__}."]
-    for section in sections:
-        parts.append(f"## {section.title}")
-        if section.rows:
-            rows = [section.header, tuple("---" for _ in section.header), *section.rows]
-            parts.append("\n".join(f"| {' | '.join(map(_cell, row))} |" for row in rows))
-        if section.lines:
-            parts.append("\n".join(f"- {line}" for line in section.lines))
-        parts += [f"![{name}]({name})\n\n{said}" for name, said in section.stills.items()]
-    return "\n\n".join(parts) + "\n"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -41,23 +41,16 @@ _FASTEST_COMPRESSION = 1
 _Processes = Mapping[tuple[str, str, int | None], int]
 
 
-def write_trace(
-    path: Path,
-    timelines: TimelineLogs,
-    windows: Sequence[EnergyWindow],
-    *,
-    dry_run: bool = False,
-    max_units: int = MAX_UNITS,
-) -> list[str]:
+def write_trace(path: Path, timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> list[str]:
     """Write a trace, compressed by gzip, as both viewers take it; return what is in it, in words.
 
-    Where more than `max_units` units were recorded, those of every n-th iteration of each phase are
+    Where more than `MAX_UNITS` units were recorded, those of every n-th iteration of each phase are
     written, the same ones of all GPUs; and of more looks at clocks, every n-th of each GPU. The
     clocks of a dry run, which sets none, are called so.
     """
     looks = sum(len(samples.time_s) for samples in timelines.clocks)
     recorded = by_iteration(timelines.iterations)
-    kept = set(kept_iterations(recorded, max_units))
+    kept = set(kept_iterations(recorded, MAX_UNITS))
     gpus = _gpus(timelines, windows)
     pids = {_place(gpu): pid for pid, gpu in enumerate(gpus, start=1)}
     reads = sorted(timelines.iterations, key=lambda read: read.begin_s)
@@ -70,8 +63,8 @@ def write_trace(
         for events in (
             _names(gpus),
             _job_events(reads),
-            _iteration_events(reads, pids, kept, dry_run=dry_run),
-            _meter_events(timelines.clocks, windows, pids, every=math.ceil(looks / max_units)),
+            _iteration_events(reads, pids, kept),
+            _meter_events(timelines.clocks, windows, pids, every=math.ceil(looks / MAX_UNITS)),
         ):
             file.writelines(f",\n{event}" for event in events)
         file.write("\n]}\n")
@@ -151,14 +144,11 @@ def _iteration_events(
     reads: Iterable[RankIteration],
     pids: _Processes,
     kept: Container[IterationKey],
-    *,
-    dry_run: bool,
 ) -> Iterator[str]:
     """Yield units of kept iterations, and their requested clocks where they change.
 
-    Slices of a thread come one behind another, though both ends are rounded to microseconds.
+    Slices of a thread come one after another, though both ends are rounded to microseconds.
     """
-    requested = "SM clock (dry run, not set)" if dry_run else "SM clock requested"
     ends_us, clocks_mhz = dict.fromkeys(pids.values(), 0), dict.fromkeys(pids.values(), 0)
     for read in reads:
         pid = pids[_place(read.labels)]
@@ -169,6 +159,8 @@ def _iteration_events(
         yield from _unit_events(pid, read, begin_us)
         if read.frequency_mhz is None:
             continue
+        only_logged = read.labels.clock_backend == "dry_run"
+        requested = "SM clock (dry run, not set)" if only_logged else "SM clock requested"
         before = np.concatenate(([clocks_mhz[pid]], read.frequency_mhz[:-1]))
         for at in np.flatnonzero(read.frequency_mhz != before).tolist():
             # Requested when the unit before has ended: the wait runs at the clock that follows it.

@@ -32,9 +32,9 @@ from envpipe_megatron.report.pipelines import (
 
 #: Most units of a page: some 6 MB.
 MOST_UNITS = 200_000
-#: What column `kind` counts.
+#: Kinds, by their number in column `kind`.
 KINDS = tuple(TRAITS)
-#: Of a row, by kind, which no colour vision or print can lose.
+#: Height of a unit in its row by kind, which is seen without colours too.
 HEIGHTS = np.array(
     [{Kind.FORWARD: 0.54, Kind.WEIGHT_GRADIENT: 0.38}.get(kind, 0.82) for kind in KINDS], np.float32
 )
@@ -46,7 +46,7 @@ _COLUMNS: Mapping[str, type] = {
 }
 #: What a chart shows: a title, its rows' names, and units of one iteration, as a `UnitTable`'s.
 _Drawn = tuple[str, Sequence[str], Mapping[str, NDArray[Any]]]
-#: Shares of an iteration that nobody would see.
+#: A smaller share of an iteration cannot be seen.
 _LEAST = 1e-6
 
 
@@ -74,19 +74,16 @@ class UnitTable:
 
 
 def unit_table(
-    recorded: Sequence[RankIteration],
-    num_stages: int,
-    profile: Profile | None,
-    most_units: int = MOST_UNITS,
+    recorded: Sequence[RankIteration], num_stages: int, profile: Profile | None
 ) -> UnitTable:
-    """Return the units of a job's recorded iterations, at most about `most_units` of them.
+    """Return the units of a job's recorded iterations, at most about `MOST_UNITS` of them.
 
     Of more, those of every n-th iteration are left out, of all GPUs alike. The first to look at are
     iterations that all GPUs recorded, if there are any.
     """
     iterations = by_iteration(recorded)
     gpus = gpus_of(read.labels for read in recorded)
-    kept = kept_iterations(iterations, most_units)
+    kept = kept_iterations(iterations, MOST_UNITS)
     whole = [key for key in kept if len(iterations[key]) == len(gpus)]
     before, after = before_and_after(whole or kept)
     parts = [
@@ -170,7 +167,7 @@ def waits_of(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     iteration, row, begin, end = (
         units[name][there] for name in ("iteration", "row", "begin", "end")
     )
-    ends_row = np.append((np.diff(iteration) != 0) | (np.diff(row) != 0), True)
+    ends_row = (np.diff(iteration, append=-1) != 0) | (np.diff(row, append=-1) != 0)
     begins_row = np.roll(ends_row, 1)
     columns = {
         "iteration": np.concatenate([iteration, iteration[ends_row]]),
@@ -284,10 +281,8 @@ def _marks(units: Mapping[str, NDArray[Any]], colourings: Sequence[Colouring]) -
     critical = np.flatnonzero(there & (units["critical"] == 1))
     path = critical[np.argsort(units["begin"][critical], kind="stable")]
     # Below the label in each row, so that both stay readable.
-    line = {
-        "x": [[units[end][place] for place in path for end in ("begin", "end")]],
-        "y": [[units["row"][place] + 0.2 for place in path for _ in range(2)]],
-    }
+    ends = np.stack([units["begin"][path], units["end"][path]], axis=1)
+    line = {"x": [ends.ravel()], "y": [np.repeat(units["row"][path], 2) + 0.2]}
     envelope = boxes(there & (units["envelope"] == 1))
     marks = [
         Marks("box", "GPU waits", GREY, waits, look="hatched"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.formats.energy import IDLE
@@ -21,10 +24,12 @@ from envpipe_megatron.report.charts import (
     GREEN,
     GREY,
     ORANGE,
+    PATH,
     SKY,
     VERMILION,
     Chart,
     Choice,
+    Colouring,
     Marks,
     View,
     columns_of,
@@ -34,9 +39,41 @@ from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.pipelines import PlacedGpu, gpus_of
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.series import power_chart, step_charts, thinned
+from envpipe_megatron.report.units import KINDS, MOST_UNITS, UnitTable, waits_of
 
 #: A frontier of at most this many units is made within seconds.
 _MOST_UNITS, _POINTS = 2_000, 8
+
+_KIND_COLOURS = {
+    Kind.FORWARD: SKY,
+    Kind.BACKWARD: BLUE,
+    Kind.INPUT_GRADIENT: ORANGE,
+    Kind.WEIGHT_GRADIENT: VERMILION,
+}
+_TIMELINES = (
+    "An iteration before and one after, on one axis. F: forward of a microbatch, B: backward, "
+    "or its two parts, I (gradient of the input) and W (of the weights). Hatched: the GPU "
+    "waits. Slack and path follow from the measured durations; energy is the "
+    "profile's at the clock that was asked for. Ctrl and the wheel, or + and -, zoom; dragging "
+    "or arrow keys move; 0 shows all."
+)
+_TIPS = (
+    ("unit", "@label"),
+    ("time (ms)", "@begin{0.000} to @end{0.000}"),
+    ("clock (MHz)", "@mhz{custom}"),
+    ("energy (J)", "@joules{custom}"),
+    ("power (W)", "@watts{custom}"),
+    ("slack (ms)", "@slack_ms{custom}"),
+    ("on the critical path", "@critical{custom}"),
+)
+_TIP_CODES = {
+    "mhz": "return value > 0 ? String(value) : 'not controlled'",
+    "critical": "return value ? 'yes' : 'no'",
+    **dict.fromkeys(
+        ("joules", "watts", "slack_ms"),
+        "return isFinite(value) ? value.toPrecision(4) : 'not known'",
+    ),
+}
 
 
 def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
@@ -97,19 +134,91 @@ def gpu_rows(gpus: Sequence[PlacedGpu]) -> tuple[str, list[str]]:
     return "stage", [str(gpu.stage) for gpu in gpus]
 
 
+def timelines_view(table: UnitTable) -> View:
+    """Return the timelines of a job's recorded iterations."""
+    columns = {name: values for name, values in table.columns.items() if name != "envelope"}
+    columns["middle"] = (columns["begin"] + columns["end"]) / 2
+    columns["group"] = columns.pop("iteration")
+    waits = waits_of(table.columns)
+    waits["group"] = waits.pop("iteration")
+    on_path = columns["critical"] == 1
+    path = {name: columns[name][on_path] for name in ("group", "row", "begin", "end")}
+    ways = _colourings(columns)
+    marks = (
+        Marks("box", "GPU waits", GREY, waits, look="hatched"),
+        Marks("box", "", SKY, columns, _TIPS, colourings=ways, tip_codes=_TIP_CODES),
+        Marks("box", "critical path", PATH, path, look="outlined"),
+    )
+    ends_ms = [
+        float(columns["end"][columns["group"] == number].max())
+        for number in range(len(table.iterations))
+    ]
+    iterations = [
+        (str(number), f"{phase}, {at}: {end_ms / 1e3:.4g} s")
+        for number, ((phase, at), end_ms) in enumerate(zip(table.iterations, ends_ms, strict=True))
+    ]
+    label, rows = gpu_rows(table.gpus)
+    charts = [
+        Chart(
+            name, "ms after the first unit", label, marks, name.title(), rows,
+            x_range=(0.0, max(ends_ms[shown] for shown in table.shown)),
+            x_bounds=(-0.02 * max(ends_ms), 1.02 * max(ends_ms)),
+            choice=Choice("iteration", iterations, str(shown)),
+        )
+        for name, shown in zip(("before", "after"), table.shown, strict=True)
+    ]  # fmt: skip
+    choices = {"colour": Choice.of("Colour by", [way.title for way in ways])}
+    pipelines: dict[int, list[int]] = {}
+    for row, gpu in enumerate(table.gpus):
+        pipelines.setdefault(gpu.pipeline, []).append(row)
+    if len(pipelines) > 1:
+        every = f"0 {len(rows) - 1}"
+        options = [(f"{own[0]} {own[-1]}", f"pipeline {n}") for n, own in pipelines.items()]
+        choices["pipeline"] = Choice("Pipeline", [(every, "all"), *options], every)
+    text = _TIMELINES
+    if len(table.iterations) < table.recorded:
+        text += (
+            f" {len(table.iterations)} of {table.recorded} recorded iterations are here: a page "
+            f"holds some {MOST_UNITS:,} units."
+        )
+    return View("timeline", "Timelines", text, charts, choices)
+
+
+def _colourings(columns: dict[str, NDArray[Any]]) -> list[Colouring]:
+    """Return all ways to colour units, the most telling first: one clock tells nothing."""
+    known = [
+        Colouring(title, column, _ends(columns[column][there]))
+        for title, column, there in (
+            ("clock (MHz)", "mhz", columns["mhz"] > 0),
+            ("power (W)", "watts", np.isfinite(columns["watts"])),
+            ("slack (ms)", "slack_ms", np.isfinite(columns["slack_ms"])),
+        )
+        if there.any()
+    ]
+    colours, names = [_KIND_COLOURS[kind] for kind in KINDS], [kind.value for kind in KINDS]
+    by_kind = Colouring("kind", "kind", (-0.5, len(KINDS) - 0.5), colours, names)
+    one_clock = np.ptp(columns["mhz"]) == 0
+    return [by_kind, *known] if one_clock else [*known[:1], by_kind, *known[1:]]
+
+
+def _ends(values: NDArray[Any]) -> tuple[float, float]:
+    low, high = float(values.min()), float(values.max())
+    return low, high if high > low else low + 1.0
+
+
 def bubbles_chart(found: Bubbles) -> Chart:
     """Draw a bar for each GPU: units on the critical path, other units, bubbles."""
-    label, rows = gpu_rows([each.gpu for each in found.gpus])
+    label, rows = gpu_rows(found.gpus)
     marks, begins_ms = [], np.zeros(len(rows))
     for name, colour, times_s in (
-        ("units on the critical path", ORANGE, [each.critical_s for each in found.gpus]),
-        ("other units", SKY, [each.units_s - each.critical_s for each in found.gpus]),
-        ("bubbles", GREY, [each.bubbles_s for each in found.gpus]),
+        ("units on the critical path", ORANGE, found.critical_s),
+        ("other units", SKY, found.units_s - found.critical_s),
+        ("bubbles", GREY, found.bubbles_s),
     ):
-        times_ms = 1e3 * np.array(times_s)
+        times_ms = 1e3 * times_s
         columns = {
             "row": list(range(len(rows))), "begin": begins_ms, "end": begins_ms + times_ms,
-            "rank": [each.gpu.rank for each in found.gpus], "ms": times_ms,
+            "rank": [gpu.rank for gpu in found.gpus], "ms": times_ms,
         }  # fmt: skip
         tips = ("rank", "@rank"), (name, "@ms{0.0} ms")
         marks.append(Marks("box", name, colour, columns, tips))
@@ -119,9 +228,19 @@ def bubbles_chart(found: Bubbles) -> Chart:
 
 
 def clock_charts(samples: Sequence[ClockSamples]) -> list[Chart]:
-    """Draw clocks asked for and seen of each GPU, and what held them back but for idling."""
+    """Draw clocks asked for and seen of each GPU, and what held them back except for idling."""
     gpus = gpus_of(read.labels for read in samples)
-    looks = [_looks(gpu, samples) for gpu in gpus]
+    # Of each rank: when, clocks seen and asked for (NaN: none), what held it back.
+    by_rank = defaultdict[int, list[tuple[float, float, float, str]]](list)
+    for read in samples:
+        asked_mhz = (math.nan if mhz is None else float(mhz) for mhz in read.requested_mhz)
+        reasons = read.throttle_reasons or ("",) * len(read.time_s)
+        seen_mhz = map(float, read.observed_mhz)
+        by_rank[read.labels.rank] += zip(read.time_s, seen_mhz, asked_mhz, reasons, strict=True)
+    looks = []
+    for gpu in gpus:
+        every = sorted(by_rank[gpu.rank])
+        looks.append([every[place] for place in thinned(len(every))])
     first_s = min(own[0][0] for own in looks)
     lines, held = [], []
     for row, (gpu, own) in enumerate(zip(gpus, looks, strict=True)):
@@ -157,28 +276,6 @@ def clock_charts(samples: Sequence[ClockSamples]) -> list[Chart]:
             Chart("held-back", x_label, label, boxes, "held back by", rows, x_range=x_range)
         )
     return charts
-
-
-def _looks(
-    gpu: PlacedGpu, samples: Sequence[ClockSamples]
-) -> list[tuple[float, float, float, str]]:
-    """Return some looks at a GPU's clock in order: when, clocks seen and asked for, reasons.
-
-    NaN where none was asked for.
-    """
-    rows = sorted(
-        look
-        for read in samples
-        if read.labels.rank == gpu.rank
-        for look in zip(
-            read.time_s,
-            map(float, read.observed_mhz),
-            (math.nan if mhz is None else float(mhz) for mhz in read.requested_mhz),
-            read.throttle_reasons or ("",) * len(read.time_s),
-            strict=True,
-        )
-    )
-    return [rows[place] for place in thinned(len(rows))]
 
 
 def valley_chart(profile: Profile) -> Chart:

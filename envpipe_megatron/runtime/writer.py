@@ -25,7 +25,7 @@ _LACKING = "The files of this rank are not complete: their disk %s"
 class Writer:
     """Makes calls that write files, those of one key in their order.
 
-    One that raises OSError is made again, before those behind it: with the next of its key, after a
+    One that raises OSError is made again, before those after it: with the next of its key, after a
     while, and in `close`. Another error is logged, and ends that call.
     """
 

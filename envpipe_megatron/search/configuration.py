@@ -38,7 +38,7 @@ class StageLayout:
     """One stage of a pipeline.
 
     Args:
-        chunks: for each virtual stage, the first piece and the one behind the last.
+        chunks: for each virtual stage, the first piece and the one after the last.
         sizes: at which its pieces run.
         data_parallel: GPUs with the same part of the model and other samples, in groups of
             `sizes.gpus` that share a sample.
@@ -63,7 +63,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class Shape:
-    """A configuration but for its cut and recomputation: all stages have the same sizes."""
+    """A configuration except for its cut and recomputation: all stages have the same sizes."""
 
     sizes: Sizes
     num_stages: int

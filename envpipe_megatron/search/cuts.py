@@ -27,7 +27,7 @@ from envpipe_megatron.search.runs import (
 
 #: Prices of time, W, as multiples of the largest power of a unit, that the estimate tries.
 _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
-#: Numbers of an array over prices.
+#: Most numbers of an array over prices.
 _BLOCK = 1_000_000
 
 
@@ -98,7 +98,7 @@ class ShapeCuts:
 
         Either all its microbatches between the way of the first forward there and of the last
         backward back; or one of these ways goes on to the last stage, past what 1F1B puts ahead of
-        the stage's first backward, or behind its last forward; or both do, with what is between
+        the stage's first backward, or after its last forward; or both do, with what is between
         these two units.
         """
         passed_s, microbatches, forced = self.pieces.time_s, self.shape.num_microbatches, []

@@ -172,16 +172,6 @@ def layers_text(profile: LayerProfile) -> str:
     return "{\n" + ",\n".join([*lines, f' "measures": [\n{all_measures}\n ]']) + "\n}\n"
 
 
-def links_text(links: Links) -> str:
-    """Return the text of a file with only links, an object as a layer profile's `links`."""
-    return json.dumps(_plain(links), indent=1) + "\n"
-
-
-def read_links(path: Path) -> Links:
-    """Read what `links_text` made; EnvPipeError as `read_layers`."""
-    return _read_links(read_json(path, "File of links"))
-
-
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it; fields that are None are left out."""
     if isinstance(value, Curve):

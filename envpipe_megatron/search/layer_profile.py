@@ -23,7 +23,7 @@ EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
 #: Megatron's two names of recomputation.
 SELECTIVE, FULL = "selective", "full"
 
-#: Of a piece's time, from which on the host counts as what bounds it.
+#: The share of a piece's time from which on the host counts as what bounds it.
 _HOST_BOUND = 0.9
 
 
@@ -295,7 +295,7 @@ class WaySums:
     def levels(self) -> list[tuple[float, IntArray]]:
         """Bytes that a piece may hold while it is recomputed, from the least.
 
-        With each, [n + 1] the next piece that holds more; behind all pieces if none does.
+        With each, [n + 1] the next piece that holds more; after all pieces if none does.
         """
         count = len(self.working_bytes)
         found = []

@@ -26,7 +26,7 @@ BETTER = 1 - 1e-12
 class Runs:
     """Runs from some nodes to others: arrays are [rows, width].
 
-    Column k of a node's row is the run from there to the k-th node behind it; `inside` says whether
+    Column k of a node's row is the run from there to the k-th node after it; `inside` says whether
     there is one.
 
     Args:
@@ -114,7 +114,7 @@ class PieceRuns(Runs):
         of_parameters_bytes: FloatArray,
         layers: int | None,
     ) -> IntArray:
-        """Return the piece up to which each run recomputes; behind all of them if it cannot fit.
+        """Return the piece up to which each run recomputes; after all of them if it cannot fit.
 
         As little as memory allows, or the first `layers` that can be recomputed.
         """
@@ -181,7 +181,7 @@ def least_path(
 def _least_to_end(
     runs: Sequence[Runs], weights: Sequence[FloatArray], *, largest: bool
 ) -> tuple[list[FloatArray], list[IntArray]]:
-    """Return by stage, and behind the last, [num_nodes] the least value from a node to the end.
+    """Return by stage, and after the last, [num_nodes] the least value from a node to the end.
 
     And by stage [num_nodes] the node that a path of that value goes on to.
     """

@@ -180,7 +180,7 @@ def _equal_claims(turns: Turns, num_arms: int, mark: str) -> list[Claim]:
     """Claim that all turns trained alike: losses of the same step, and weights at the end."""
     compared = {
         "losses_equal": "losses of every microbatch",
-        "weights_equal": "weights behind the last step",
+        "weights_equal": "weights after the last step",
     }
     if len({turn["arm"] for turn in turns}) < num_arms:
         says = "not shown: some arms have not trained"

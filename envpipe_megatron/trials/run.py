@@ -24,8 +24,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import lock_file, replace_files
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.report.page.document import page_text
-from envpipe_megatron.report.summary import Section, to_markdown
+from envpipe_megatron.report.page.document import page_text, to_markdown
+from envpipe_megatron.report.summary import Section
 from envpipe_megatron.runtime.job.options import PROFILE_FILE
 from envpipe_megatron.trials.claims import Claim, claims_of, equality
 from envpipe_megatron.trials.machine import Machine, newcomers
@@ -47,7 +47,7 @@ class Trial:
     """The reports of the ranks of a quickstart or a proof, and what they show, complete or not.
 
     Args:
-        machine: that is measured on, as `trials.machine` found it to be fit for it.
+        machine: the one to measure on, which `trials.machine` has found fit.
         checks: doctor's, as JSON, for a proof's files.
 
     Attributes:
@@ -136,14 +136,13 @@ class Trial:
         title += "" if self.complete else ", not complete"
         marks = [self.line]
         marks += [f"No clock was changed: {machine.missing}"] if machine.missing else []
-        known = (
+        sections = (
             Section("To paste", lines=(self.line,)),
             claims_section(self.claims),
             arms_section(self.turns, settings, self._plans()),
             turns_section(self.turns, len(machine.gpu_names)),
             machine_section(machine),
         )
-        sections = [section for section in known if section.rows or section.lines]
         replace_files(
             {
                 settings.output / "summary.md": [to_markdown(title, sections, "prove")],

@@ -33,7 +33,7 @@ class Arm:
 
 BASELINE = Arm("baseline", "1F1B at the highest clock")
 ENVPIPE = Arm("envpipe", "order and clocks in a closed loop", policy="optimal", schedule="auto")
-#: Of a quickstart.
+#: The arms of a quickstart.
 RUNS = (BASELINE, ENVPIPE)
 
 STOCK = Arm(
@@ -57,14 +57,14 @@ ENVELOPE = Arm(
     schedule="ours",
 )
 OPTIMAL = Arm("optimal", "order and clocks planned together", policy="optimal", schedule="auto")
-#: Of a proof, in the order of a round. No power profile of the vendor: EnvPipe never changes one.
+#: Arms of a proof, in the order of a round. No power profile of the vendor: EnvPipe changes none.
 ARMS = (STOCK, RELOCK, CONSTANT, ENVELOPE, OPTIMAL)
 
 WHOLE = replace(
     OPTIMAL, name="whole", says="the shortest order of whole backwards", changes_clock=False
 )
 SPLIT = replace(WHOLE, name="split", says="the shortest order, backwards split where that pays")
-#: Of a proof that leaves clocks as they are.
+#: The arms of a proof that leaves clocks as they are.
 ORDER_ARMS = (
     replace(STOCK, says="megatron-core's own 1F1B; on emulated GPUs as 1f1b", by_framework=True),
     replace(STOCK, name="1f1b", says="the same order by EnvPipe's interpreter"),
@@ -100,7 +100,7 @@ class Settings:
         forward_time_s: emulated time at the maximum clock of a forward of the first stage; a
             backward takes twice as long.
         warmup_iterations: of each turn, in 1F1B at the highest clock.
-        settle_iterations: steady ones behind these, in which clocks settle; not measured.
+        settle_iterations: steady ones after these, in which clocks settle; not measured.
         steady_iterations: measured ones of each turn; None for as many as last `worker.TURN_S`.
         proof: whether it is one: its arms start from a profile, which is measured first.
         rounds: of all arms.

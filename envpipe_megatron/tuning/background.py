@@ -83,7 +83,8 @@ class Background(Generic[T]):
         with answer:
             if status == -signal.SIGALRM:
                 raise EnvPipeError(f"No end in {_LIMIT_S} s")
-            if status:
+            size = answer.seek(0, os.SEEK_END)
+            if status or not size:  # where SIGCHLD is ignored, no status is known
                 raise EnvPipeError(
                     "The process that plans has died",
                     value=signal.Signals(-status).name if status < 0 else f"status {status}",

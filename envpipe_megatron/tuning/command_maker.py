@@ -19,7 +19,7 @@ from envpipe_megatron.tuning.measured.store import Store
 
 #: A window is above the budget if it takes more by this share.
 EXCEEDS = 0.01
-#: So many windows of a plan are remembered, by their mean.
+#: This many windows of a plan are remembered, by their mean.
 _REMEMBERED = 8
 _UNSEEN = "For some time no meter said what GPUs took: nobody knows if the power budget was kept"
 
@@ -50,7 +50,7 @@ class CommandMaker:
         self._notes += filter(None, texts)
 
     def metered(self, phase: Phase, clocked: Clocked, iterations: int, settle: int = 0) -> Command:
-        """Return a command of one order on all replicas, behind which the counter is waited for."""
+        """Return a command of one order on all replicas, after which the counter is waited for."""
         return replace(self.make(phase, iterations, settle, (clocked,), ()), metered=True)
 
     def make(

@@ -152,7 +152,7 @@ class Report:
 
 
 def merged(parts: Sequence[Report]) -> Report:
-    """Make one report of those of some replicas of a stage, in their order."""
+    """Merge the reports of some replicas of a stage into one, in their order."""
     arrays = ("unit_s", "ends_s", "steps_s", "waits_s", "power_w")
     return Report(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
@@ -305,7 +305,7 @@ def tail_times_s(ends_s: ArrayLike, gaps_s: ArrayLike) -> FloatArray:
     """
     end, gap = np.asarray(ends_s), np.asarray(gaps_s)
     slack = end.max(axis=0) - end
-    # Clocks of host and GPU differ by microseconds: an emulated gap is its slack but for rounding.
+    # Clocks of host and GPU differ by microseconds: an emulated gap is its slack, rounded.
     waited = gap >= slack - 1e-9
     tails: FloatArray = np.median(np.where(waited, gap - slack, gap), axis=1)
     return np.maximum(tails, 0.0)

@@ -18,7 +18,7 @@ from envpipe_megatron.tuning.commands import Window, median_error
 #: Iterations after which ranks report: with one to settle, a fault is seen within ten. With eight,
 #: a job whose plans are late saves 4.8 points less.
 WINDOW = 4
-#: So many latest steps of a plan are kept, and of the baseline: a pause in one moves no median.
+#: This many latest steps of a plan are kept, and of the baseline: a pause in one moves no median.
 _KEPT_STEPS, _KEPT_BASELINE = 64, 16
 #: A counter that was not seen for so long is silent, s: thirty of its refreshes.
 SILENT_S = 3.0
@@ -82,7 +82,7 @@ class Steps:
         return float(np.median(self._times_s))
 
     def error(self, count: int) -> float:
-        """Return the standard error of the median of `count` steps, as a share of it."""
+        """Return the standard error of the median of `count` steps, as a share of that median."""
         times_s = np.array(self._times_s)
         deviation_s = float(np.median(np.abs(times_s - np.median(times_s))))
         return median_error(deviation_s / self.median_s, count)

@@ -43,7 +43,7 @@ class ShortestOrder:
         #: The one that ranks know of; None for the framework's order.
         self.plan: Plan | None = None
         self._store, self._planner = store, planner
-        #: The framework's order, what runs but for looks and trials, and what ran last.
+        #: The framework's order, what runs except for looks and trials, and what ran last.
         self._own = self._order = self._last = store.at_top(own)
         self._commands = CommandMaker(store)
         self._judge = Judge(1.0)
@@ -139,7 +139,7 @@ class ShortestOrder:
             if judge.harmed(1.0):
                 break
             after_s = yield from self._at_own()
-            # A job that still warms up is faster behind the plan, one that heats up before it.
+            # A job that still warms up is faster after the plan, one that heats up before it.
             if np.median(window.steps_s) < min(before_s, after_s) and judge.gains():
                 gain, self._order = 100 * judge.gain(), tried
                 self._say(
@@ -165,7 +165,7 @@ class ShortestOrder:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _say(self, text: str) -> None:
-        """Have log and bill say it, the bill behind what it says of steps that were too slow."""
+        """Have log and bill say it, the bill after what it says of steps that were too slow."""
         self._commands.note(text)
         self._commands.bill["won"] = text
 

@@ -45,8 +45,8 @@ from envpipe_megatron.tuning.probes.probe import Look, probe, probe_clocks_mhz
 #: From one clock to the next, as a share of the highest. On emulated A100 and A40, plans of such a
 #: sweep save what plans of all clocks do, to 0.1 points; with a tenth, to 0.8.
 _STEP = 0.075
-#: So many times as long is looked where a counter said nothing: a pause, or a slow counter, leaves
-#: fewer than two refreshes to see.
+#: This many times as long is measured where a counter said nothing: after a pause, or with a slow
+#: counter, fewer than two of its refreshes are seen.
 _LONGER = (1, 2, 4)
 #: The end must be seen in this many iterations in a row: one iteration's waits are noisy.
 _CONFIRMATIONS = 2

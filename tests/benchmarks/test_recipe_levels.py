@@ -119,7 +119,7 @@ def test_functional_tests_below_a_folder(tmp_path):
     jobs = list(read_jobs(tmp_path))
     assert [to_check(job) for job in jobs] == [
         ["a model other than GPTModel"],
-        ["FP4, and FP8 but for plain delayed scaling"],
+        ["FP4, and FP8 other than plain delayed scaling"],
         [],
     ]
     assert job_rows(jobs)[2]["against_the_next"] == ["--rerun-mode report_stats"]

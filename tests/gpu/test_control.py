@@ -11,6 +11,7 @@ from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
 from envpipe_megatron.gpu.base import (
     DryRunGpu,
+    GpuAddress,
     GpuNotSupportedError,
     GpuPermissionError,
     PowerState,
@@ -22,7 +23,9 @@ from envpipe_megatron.gpu.control import (
     choose_control,
     choose_for,
     open_controlled,
+    reset_clocks,
 )
+from envpipe_megatron.gpu.registry import uid_of_cuda_device
 from envpipe_megatron.gpu.site import SiteConfig
 
 
@@ -74,6 +77,30 @@ def test_a_site_that_names_no_back_end_of_ours_is_told_which_there_are(machine):
     machine.fields["backends"] = ("magic", "dry_run")
     why = choose_control("auto", machine.site).why
     assert "magic: unknown GPU back end; dry_run: back end dry_run does not say who may" in why
+
+
+def test_no_other_gpu_is_asked_where_a_job_chooses(own_node):
+    """Its driver may hang, or take a minute for each call."""
+    node = own_node(True)
+    uid = node.uuids[1]
+    assert uid_of_cuda_device(uid.removeprefix("GPU-")) == uid
+    chosen = choose_for(uid, "auto", one_clock=False)
+    assert chosen.backend == "nvml"
+    assert open_controlled(uid, chosen).device().index == 1
+    assert {call.uuid for call in node.history()} == {"", uid}
+
+
+def test_a_daemon_of_some_gpus_gives_these_back(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(tmp_path / "leases"))
+    machine.start_zeusd()
+    own, other = machine.nvml.uuids[:2]
+    del machine.zeusd.gpus[machine.nvml.pci_bus_ids[1]]
+    assert choose_control("auto", machine.site, own).backend == "zeusd"
+    addresses = [GpuAddress("nvml", uid) for uid in (own, other)]
+    back, kept = reset_clocks(machine.site, addresses, dead_jobs=False)
+    assert (back.done, back.what) == (True, "reset by zeusd")
+    assert not kept.done
+    assert "does not manage" in kept.what
 
 
 def test_capabilities_of_a_rootless_container_mean_nothing(machine, monkeypatch):
@@ -309,13 +336,3 @@ def test_the_effective_capability_counts(monkeypatch, effective, has):
     permitted = f"CapPrm:\t{0 if has else 2**21:016x}\n"
     monkeypatch.setattr(nvml.Path, "read_text", lambda _: permitted + effective)
     assert nvml.has_sys_admin() is has
-
-
-@pytest.mark.parametrize("uid", [0, 1])
-def test_where_proc_is_not_mounted_root_counts(monkeypatch, uid):
-    def read_text(path):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(nvml.Path, "read_text", read_text)
-    monkeypatch.setattr(os, "geteuid", lambda: uid)
-    assert nvml.has_sys_admin() is (uid == 0)

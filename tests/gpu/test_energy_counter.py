@@ -201,16 +201,12 @@ def test_it_says_each_refresh_once(gpu, reader):
     assert [*reader.take()] == []
 
 
-@pytest.mark.parametrize(("most", "kept"), [(4, [0, 1, 2, 3]), (2, [2, 3])])
-def test_what_a_full_socket_refuses_is_said_later(monkeypatch, most, kept):
-    """And is looked at meanwhile: a rank may take nothing for minutes, or for days."""
-    gpu, sent, full = FakeGpu(), [], [True, True, False, True]
-    monkeypatch.setattr(energy_counter, "_MOST_WAITING", most)
-    if most == 2:
-        full[:] = [True] * 3
+def test_nothing_is_kept_of_what_a_full_socket_refuses(monkeypatch):
+    """A rank may take nothing for minutes, or for days; the next refresh says all of them."""
+    gpu, sent, full = FakeGpu(), [], [True, True, False, False]
 
     def send(_: socket.socket, message: dict) -> None:
-        if full and full.pop(0):
+        if full.pop(0):
             raise BlockingIOError
         sent.append(message)
 
@@ -228,7 +224,7 @@ def test_what_a_full_socket_refuses_is_said_later(monkeypatch, most, kept):
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
     energy_counter.main()
     ours.close()
-    assert [message["reading"][0] for message in sent] == pytest.approx([10 * n for n in kept])
+    assert [message["reading"][0] for message in sent] == pytest.approx([20, 30])
 
 
 def test_a_failure_of_any_length_is_said(monkeypatch):

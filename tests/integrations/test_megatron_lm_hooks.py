@@ -198,6 +198,15 @@ def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(hooks, monkeypatc
         assert capsys.readouterr().err[: len(told) or None] == told
 
 
+def test_a_rank_says_what_is_wrong_of_its_own_environment(hooks, monkeypatch, capsys):
+    fresh_hooks(hooks, monkeypatch)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("ENVPIPE_TYPE", "best")
+    with pytest.raises(SystemExit):
+        hooks.validate(arguments(pipeline_model_parallel_size=2))
+    assert "The environment variable ENVPIPE_TYPE is" in capsys.readouterr().err
+
+
 WITH_EXPERTS = {"num_experts": 8, "envpipe_level": "order"}
 
 

@@ -9,8 +9,14 @@ import time
 from functools import partial
 
 import commands
+import pytest
+
+from envpipe_megatron.launch.options import read
 
 LONG_S = 120
+needs_shutdown_timeout = pytest.mark.skipif(
+    not hasattr(read(["a.py"]), "shutdown_timeout"), reason="torch 2.11's torchrun has none"
+)
 
 
 run, run_well, run_badly = (

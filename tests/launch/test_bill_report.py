@@ -2,9 +2,7 @@
 
 import errno
 import json
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +13,7 @@ from locked_file import locked_file
 from envpipe_megatron import console
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.launch import bill as bill_report
-from envpipe_megatron.launch.bill import BillReport, Tariff, bill_facts
+from envpipe_megatron.launch.bill import BillReport, Tariff
 
 LONG_S = 120.0
 
@@ -23,11 +21,6 @@ LONG_S = 120.0
 @pytest.fixture
 def bill() -> Bill:
     return Bill(parsed([window()]))
-
-
-@pytest.fixture(autouse=True)
-def _looks_often(monkeypatch):
-    monkeypatch.setattr(bill_report, "_LOOK_S", 0.001)
 
 
 def written(folder: Path) -> Any:
@@ -41,6 +34,7 @@ def test_a_bill_that_grows_and_ends(tmp_path, bill, capfd, caplog):
     report.look(bill)
     assert not written(tmp_path)["complete"], "the job goes on"
     report.end(bill)
+    report.show()
     out, err = capfd.readouterr()
     line = "[envpipe] 1 iterations: 100 J in all on 1 GPUs, 50.0 W each\n"
     assert err == f"{line}[envpipe] the bill is in {tmp_path}/bill.json\n"
@@ -62,6 +56,7 @@ def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capf
         report.look(bill)
     (tmp_path / "bill.json").write_text("the first job's")
     report.end(bill)
+    report.show()
     names = [".bill.lock", "bill-n_1.a.csv", "bill-n_1.a.json", "bill.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert (tmp_path / "bill.json").read_text() == "the first job's"
@@ -69,51 +64,12 @@ def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capf
     assert f"{tmp_path}/bill-n_1.a.json\n" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("collects", [True, False])
-def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, monkeypatch, collects):
-    """What is shown and written late is of the time of its line; others are left out meanwhile."""
-    goes_on, asked, told = threading.Event(), threading.Semaphore(0), []
-
-    def say(text: str) -> None:
-        told.append(text)
-        assert goes_on.wait(LONG_S)
-
-    class Asked(Bill):
-        def snapshot(self) -> Bill:
-            made = super().snapshot()
-            asked.release()
-            return made
-
-    monkeypatch.setattr(bill_report, "say_as_launcher", say)
-    report, bill = BillReport(tmp_path, Tariff(), 1), Asked()
-    report.follow(SimpleNamespace(bill=bill if collects else None))
-    bill.add(*parsed([window()]))
-    if collects:
-        assert asked.acquire(timeout=LONG_S)
-        before = json.loads(json.dumps(bill_facts(bill, Tariff(), over=False)))
-        for number in range(1, 1000):
-            bill.add(*parsed([window(iteration=number)]))
-    else:
-        assert not asked.acquire(timeout=0.01)
-    facts: list[Any] = []
-    monkeypatch.setattr(report, "_write", lambda path, text: facts.append(text))
-    goes_on.set()
-    report.stop()
-    if not collects:
-        assert facts == told == []
-        return
-    assert facts[0] == before
-    report.end(bill)
-    numbers = [int(line.split()[0]) for line in told]
-    assert numbers[0] == 1
-    assert numbers[-1] == 1000
-    assert len(numbers) <= 3, "of a thousand"
-
-
 def test_torn_lines_are_told_of_also_where_no_file_can_be_written(tmp_path, bill, caplog, capfd):
     (tmp_path / "bill.json").mkdir()
     bill.unreadable = 2
-    BillReport(tmp_path, Tariff()).end(bill)
+    report = BillReport(tmp_path, Tariff())
+    report.end(bill)
+    report.show()
     assert "2 torn or foreign lines" in caplog.text
     assert "bill.json is not written" in caplog.text
     out, err = capfd.readouterr()
@@ -180,17 +136,3 @@ def test_the_saving_is_told_once_it_is_known():
     assert "baseline" not in live.told[0]
     said = "; against the job's own baseline 20.00 % less time, 20.00 % less energy"
     assert live.told[1].endswith(said)
-
-
-def test_a_launcher_that_gets_no_thread_shows_the_bill_at_the_end_only(
-    tmp_path, monkeypatch, caplog
-):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("threading.Thread.start", refuse)
-    report = BillReport(tmp_path, Tariff(), interval=1)
-    report.follow(None)
-    report.end(Bill())
-    assert "can't start new thread" in caplog.text
-    assert (tmp_path / "bill.json").exists()

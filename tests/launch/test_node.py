@@ -1,5 +1,6 @@
 """A node's launcher around a made-up torchrun: its bill and exit status, whatever happens."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,18 +11,23 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from agent_ranks import Nodes
+from energy_lines import parsed, window
 
 from envpipe_megatron.child import Signals
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch import bill as bill_report
 from envpipe_megatron.launch import node
-from envpipe_megatron.launch.agent import prometheus
+from envpipe_megatron.launch.agent import agent as agent_module
+from envpipe_megatron.launch.agent import ledger, prometheus
+from envpipe_megatron.launch.bill import BillReport, Tariff, bill_facts
 from envpipe_megatron.launch.node import NodeSettings, run_node
 
 #: A job's waits, none of which a test has the time for.
@@ -45,6 +51,7 @@ def train(monkeypatch, output) -> Callable[..., int]:
         code: int = 0,
         options: Sequence[str] = (),
         meanwhile: Callable[..., None] = lambda *given: None,
+        hangs: Callable[..., None] = lambda *given: None,
         **settings: Any,
     ) -> int:
         def torchrun(arguments: object, environment: dict[str, str], signals: Signals) -> int:
@@ -60,9 +67,10 @@ def train(monkeypatch, output) -> Callable[..., int]:
                 send(other.connection, {"op": "send_to", "endpoint": endpoint})
                 other.say_hello()  # answered after what was sent before it
                 until = other.agent._holds(other.agent.uplink.knows_all, LONG_S)
-                assert other.agent._call(until)
+                assert asyncio.run_coroutine_threadsafe(until, other.agent._loop).result()
             rank.train(0)
             rank.bye()
+            hangs()
             return code
 
         monkeypatch.setattr(node, "run_torchrun", torchrun)
@@ -171,36 +179,100 @@ class Ended:
         return self._late
 
 
+def end(agent: Any, code: int, report: Any = None) -> None:
+    codes: SimpleQueue[int] = SimpleQueue()
+    codes.put(code)
+    node._bill(agent, report, codes)
+
+
 @pytest.mark.parametrize(
-    ("agent", "code", "said", "waits_s"),
+    ("agent", "code", "said"),
     [
-        (Ended(), 0, ["no rank of this node reported any training"], 0.0),
-        (Ended(), 3, [], 0.0),
-        (Ended(1.25, 2.5), 0, ["3.8 J on this node, in its log\n"], LONG_S),
+        (Ended(), 0, ["no rank of this node reported any training"]),
+        (Ended(), 3, []),
+        (Ended(1.25, 2.5), 0, ["3.8 J on this node, in its log\n"]),
         (
             Ended(1.0, why="why"),
             5,
             ["1.0 J on this node, in its log\n", "the job's bill may lack them: why\n"],
-            LONG_S,
         ),
     ],
 )
-def test_what_a_node_says_that_has_no_bill(output, capfd, agent, code, said, waits_s):
-    node._bill(agent, code, None)  # type: ignore[arg-type]
+def test_what_a_node_says_that_has_no_bill(output, capfd, agent, code, said):
+    end(agent, code)
     lines = capfd.readouterr().err.splitlines(keepends=True)
     assert len(lines) == len(said)
     assert all(f"[envpipe] {text}" in line for text, line in zip(said, lines, strict=True))
-    assert agent.finished == [(code, waits_s)]
+    assert agent.finished == [(code, LONG_S)]
 
 
 def test_nodes_that_are_late_are_named_with_the_bill(output, caplog):
     told: list[object] = []
     agent = Ended(1.0, late=["n1", "n2"], bill="the bill")
-    node._bill(agent, 0, SimpleNamespace(end=told.append))  # type: ignore[arg-type]
+    end(agent, 0, SimpleNamespace(look=lambda bill: None, end=told.append))
     assert told == ["the bill"]
     assert [record.getMessage()[:21] for record in caplog.records] == [
         "n1 did not end in tim", "n2 did not end in tim"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, monkeypatch, collects):
+    """What is shown and written late is of the time of its line; others are left out meanwhile."""
+    goes_on, asked, told = threading.Event(), threading.Semaphore(0), []
+
+    def say(text: str) -> None:
+        told.append(text)
+        assert goes_on.wait(LONG_S)
+
+    class Asked(Bill):
+        def snapshot(self) -> Bill:
+            made = super().snapshot()
+            asked.release()
+            return made
+
+    monkeypatch.setattr(bill_report, "say_as_launcher", say)
+    monkeypatch.setattr(node, "_BILL_LOOK_S", 0.001)
+    report, bill, codes = BillReport(tmp_path, Tariff(), 1), Asked(), SimpleQueue[int]()
+    agent = Ended(bill=bill if collects else None)
+    billing = threading.Thread(target=node._bill, args=(agent, report, codes), daemon=True)
+    billing.start()
+    bill.add(*parsed([window()]))
+    if collects:
+        assert asked.acquire(timeout=LONG_S)
+        before = json.loads(json.dumps(bill_facts(bill, Tariff(), over=False)))
+        for number in range(1, 1000):
+            bill.add(*parsed([window(iteration=number)]))
+    else:
+        assert not asked.acquire(timeout=0.01)
+    facts: list[Any] = []
+    monkeypatch.setattr(report, "_write", lambda path, text: facts.append(text))
+    goes_on.set()
+    codes.put(1)
+    billing.join(LONG_S)
+    if not collects:
+        assert facts == told == []
+        return
+    assert facts[0] == before
+    numbers = [int(line.split()[0]) for line in told]
+    assert numbers[0] == 1
+    assert numbers[-1] == 1000
+    assert len(numbers) <= 3, "of a thousand"
+
+
+def test_a_launcher_that_gets_no_thread_shows_the_bill_at_the_end_only(
+    nodes, train, output, monkeypatch, caplog
+):
+    def refuse(thread: Any) -> None:
+        if thread._target is node._bill:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert train(nodes) == 0
+    assert "can't start new thread" in caplog.text
+    assert bill_of(output)["complete"]
 
 
 @pytest.mark.usefixtures("signals_at_default")
@@ -210,10 +282,12 @@ def test_signals_while_other_nodes_are_waited_for_end_the_waiting(
     """And not the launcher: the bill is told, and the exit status is training's."""
     bill = node._bill
 
-    def signalled(*arguments: Any) -> None:
+    def signalled(agent: Any, report: Any, codes: SimpleQueue[int]) -> None:
+        code = codes.get()
         for number in (signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), number)
-        bill(*arguments)
+        codes.put(code)
+        bill(agent, report, codes)
 
     monkeypatch.setattr(node, "_bill", signalled)
     assert train(nodes, others=True, code=1) == 1
@@ -235,6 +309,32 @@ def test_nobody_reads_the_bill(nodes, train, output, monkeypatch, error):
     monkeypatch.setattr(bill_report, "show_bill", show)
     assert train(nodes) == 0
     assert bill_of(output)["complete"]
+
+
+@pytest.mark.parametrize("of", ["the log", "the bill"])
+def test_a_disk_that_hangs_at_the_end_keeps_no_launcher(
+    nodes, train, output, monkeypatch, caplog, of
+):
+    """It waited for ever, and the job kept its nodes."""
+    mended = threading.Event()
+
+    def hang(*call: Any) -> None:
+        mended.wait(LONG_S)
+
+    def meanwhile(*given: Any) -> None:
+        module, name = (
+            (ledger, "append_line") if of == "the log" else (bill_report, "replace_files")
+        )
+        monkeypatch.setattr(module, name, hang)
+
+    for name in ("_OTHERS_END_S", "_DISK_S"):
+        monkeypatch.setattr(node, name, 0.1)
+    monkeypatch.setattr(agent_module, "_READ_S", 0.1)
+    try:
+        assert train(nodes, code=7, bill_interval=1, hangs=meanwhile) == 7
+        assert f"the disk of {output}, or who reads" in caplog.text
+    finally:
+        mended.set()
 
 
 def test_a_start_that_fails_is_no_lost_node(nodes, train, output, caplog):

@@ -1,5 +1,6 @@
 """How torchrun is started and ended, and what becomes of ranks whose torchrun was killed."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -7,12 +8,13 @@ import sys
 import threading
 
 import pytest
+from launch_helpers import needs_shutdown_timeout
 
 from envpipe_megatron import child
 from envpipe_megatron.child import Signals
 from envpipe_megatron.gpu.guard.messages import wait_readable
 from envpipe_megatron.launch import node
-from envpipe_megatron.launch.options import handled_signals, read
+from envpipe_megatron.launch.options import handled_signals, read, shutdown_s
 
 DEAF = """
 import signal
@@ -144,6 +146,7 @@ def test_a_signal_that_another_thread_gets_ends_torchrun_too(run):
         assert run(process, signals)[0] == 128 + signal.SIGTERM
 
 
+@needs_shutdown_timeout
 def test_a_torchrun_that_does_not_end_is_killed(run, monkeypatch):
     monkeypatch.setattr(node, "_PATIENCE_S", 0.0)
 
@@ -180,10 +183,10 @@ def test_what_torchrun_is_told_to_handle():
     ("options", "variable", "patience_s", "grace_s"),
     [
         ([], None, 40, 30),
-        ([], "100", 110, 100),
+        pytest.param([], "100", 110, 100, marks=needs_shutdown_timeout),
         ([], "1m", 40, 30),  # torchrun refuses it itself
-        (["--shutdown-timeout", "200"], "100", 210, 200),
-        (["--shutdown-timeout=5"], None, 15, 5),
+        pytest.param(["--shutdown-timeout", "200"], "100", 210, 200, marks=needs_shutdown_timeout),
+        pytest.param(["--shutdown-timeout=5"], None, 15, 5, marks=needs_shutdown_timeout),
     ],
 )
 def test_ranks_have_the_time_that_torchrun_gives_them(
@@ -205,6 +208,11 @@ def test_ranks_have_the_time_that_torchrun_gives_them(
     with Signals() as signals:
         *_, ((_, grace),) = run(Process(0, interrupt), signals, *options)
     assert (waiting, grace) == ([patience_s], grace_s)
+
+
+def test_a_torchrun_without_that_option_gives_its_ranks_30_s(monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
+    assert shutdown_s(argparse.Namespace()) == 30  # as torch 2.11's, which reads no such variable
 
 
 def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(caplog):

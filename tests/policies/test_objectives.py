@@ -145,6 +145,17 @@ def test_a_cap_that_only_dearer_clocks_keep_is_kept_by_few_changes_of_clock_too(
     assert plan.cost.mean_power_w <= cap_w
 
 
+@pytest.mark.parametrize("factor", [2.0, 50.0])
+def test_the_least_energy_within_a_cap_takes_no_more_time_than_the_cap_needs(factor):
+    """Beyond the cheapest clocks power falls and energy rises: 600 MHz are dearer than 900."""
+    cap_w = 0.9 * planned(goal="energy", factor=50.0).cost.mean_power_w
+    least, shortest = (
+        planned(goal=goal, factor=factor, power_cap_w=cap_w) for goal in ("energy", "time")
+    )
+    assert least.cost.mean_power_w <= cap_w
+    assert least.cost.energy_j <= shortest.cost.energy_j * 1.001
+
+
 def test_the_best_order_is_faster_within_a_cap():
     cap_w = 0.75 * FREE.baseline.cost.mean_power_w
     own, auto = (planned(schedule, power_cap_w=cap_w).cost for schedule in ("1f1b", "auto"))

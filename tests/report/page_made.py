@@ -14,11 +14,10 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.page.document import page_text, tiles_of
-from envpipe_megatron.report.page.timelines import timelines_view
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.summary import Section, marks_of
 from envpipe_megatron.report.units import unit_table
-from envpipe_megatron.report.views import views_of
+from envpipe_megatron.report.views import timelines_view, views_of
 
 STAGES, MICROBATCHES = 3, 4
 ROWS = [(1410, 0.010, 3.0), (1200, 0.011, 2.4), (900, 0.014, 2.1)]
@@ -61,7 +60,7 @@ def folder(path: Path) -> RunFolder:
         EnergyLogs(tuple(windows(recorded)), 0, ()),
         made.profile,
         made,
-        (), None, (), (),
+        (), None, (),
     )  # fmt: skip
 
 
@@ -74,14 +73,12 @@ SECTIONS = (
 
 
 #: Of six GPUs.
-STEPS = [
-    StepFacts(name, 6, StepEnergy(1, 0.2, 0.001, 40.0, 0.1)) for name in ("baseline", "steady")
-]
+STEP = StepFacts(6, StepEnergy(1, 0.2, 0.001, 40.0, 0.1))
 
 
 def write_page(path: Path) -> Path:
     """Write the page, with `SECTIONS` as its tables, and say where."""
-    facts = ReportFacts((), *STEPS, Comparison(0.2, 40.0, 12.0, 0.1, 0.1, 0.2))
+    facts = ReportFacts({"steady": STEP}, STEP, Comparison(0.2, 40.0, 12.0, 0.1, 0.1, 0.2))
     page = path / "index.html"
     run = folder(path)
     table = unit_table(run.timelines.iterations, STAGES, run.profile)

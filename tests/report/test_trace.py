@@ -9,6 +9,7 @@ import pytest
 import run_made
 
 from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
+from envpipe_megatron.report import trace
 from envpipe_megatron.report.pipelines import on_one_axis
 from envpipe_megatron.report.trace import write_trace
 
@@ -34,8 +35,8 @@ def check_format(events):
             ends[thread] = event["ts"] + event["dur"]
 
 
-def traced(path, timelines, windows=(), **options):
-    said = write_trace(path, *on_one_axis(timelines, windows), **options)
+def traced(path, timelines, windows=()):
+    said = write_trace(path, *on_one_axis(timelines, windows))
     return " ".join(said), json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
@@ -107,7 +108,8 @@ def test_counters_tell_clock_and_power_of_each_gpu(tmp_path, made):
 
 
 def test_clocks_of_a_dry_run_are_not_called_requested(tmp_path, made):
-    _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), dry_run=True)
+    logged = [replace(read, labels=replace(read.labels, clock_backend="dry_run")) for read in made]
+    _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(logged)))
     assert {e["name"] for e in events if e["ph"] == "C"} == {"SM clock (dry run, not set)"}
 
 
@@ -118,9 +120,10 @@ def test_a_gpu_that_was_only_metered_has_its_power(tmp_path, made):
     assert [e["name"] for e in events if e["pid"] == pid and e["ph"] == "C"] == ["power"]
 
 
-def test_a_trace_that_is_too_long_keeps_the_same_iterations_of_all_gpus(tmp_path):
+def test_a_trace_that_is_too_long_keeps_the_same_iterations_of_all_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "MAX_UNITS", 200)
     made = run_made.iterations(phases=("warm-up",) * 4 + ("steady",) * 20)
-    said, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), max_units=200)
+    said, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)))
     check_format(events)
     kept = [{s["args"]["iteration"] for s in units_of(events, pid)} for pid in (1, 2, 3)]
     assert kept[0] == kept[1] == kept[2] == {0, 3, 5, 8, 11, 14, 17, 20, 23}
@@ -128,13 +131,14 @@ def test_a_trace_that_is_too_long_keeps_the_same_iterations_of_all_gpus(tmp_path
     assert len(units_of(events, 0)) == 2 + 24  # the job's own slices are all there
 
 
-def test_a_trace_has_no_more_looks_at_clocks_and_changes_of_them_than_units(tmp_path):
+def test_a_trace_has_no_more_looks_at_clocks_and_changes_of_them_than_units(tmp_path, monkeypatch):
     """An hour of 1,000 GPUs has seven million looks, which no browser holds."""
+    monkeypatch.setattr(trace, "MAX_UNITS", 100)
     made = run_made.iterations(phases=("warm-up", "steady") * 20)
     times_s = tuple(100 + 0.5 * number for number in range(300))
     seen = [ClockSamples(one.labels, times_s, (1410,) * 300, (1410,) * 300) for one in made[:3]]
     logs = TimelineLogs(tuple(made), tuple(seen))
-    _, events = traced(tmp_path / "t.json.gz", logs, max_units=100)
+    _, events = traced(tmp_path / "t.json.gz", logs)
     counted = Counter(event["name"] for event in events if event["ph"] == "C")
     assert counted["SM clock observed"] == 3 * 34  # every ninth, and the first
     kept = {unit["args"]["iteration"] for unit in units_of(events, 1)}

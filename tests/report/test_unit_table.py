@@ -8,9 +8,10 @@ from page_made import MICROBATCHES, ROWS, STAGES, durations_ms, two_pipelines
 from run_made import BACKWARD_S, FORWARD_S, iterations, profile
 
 from envpipe_megatron.core.kinds import TRAITS
+from envpipe_megatron.report import units
 from envpipe_megatron.report.page.plots import draw_view
-from envpipe_megatron.report.page.timelines import timelines_view
 from envpipe_megatron.report.units import HEIGHTS, KINDS, measured_charts, unit_table
+from envpipe_megatron.report.views import timelines_view
 
 UNITS = 2 * MICROBATCHES
 
@@ -66,10 +67,11 @@ def test_joules_are_the_profiles_at_the_clock_asked_for():
         ),
     ],
 )
-def test_of_too_many_iterations_every_nth_of_a_phase_is_kept_and_the_last(phases, kept):
-    table = unit_table(
-        iterations(STAGES, MICROBATCHES, phases), STAGES, None, most_units=4 * STAGES * UNITS
-    )
+def test_of_too_many_iterations_every_nth_of_a_phase_is_kept_and_the_last(
+    phases, kept, monkeypatch
+):
+    monkeypatch.setattr(units, "MOST_UNITS", 4 * STAGES * UNITS)
+    table = unit_table(iterations(STAGES, MICROBATCHES, phases), STAGES, None)
     assert table.recorded == len(phases)
     assert [*table.iterations] == kept
 

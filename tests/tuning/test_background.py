@@ -105,6 +105,15 @@ def test_what_is_killed_has_failed_and_may_be_tried_again():
     assert taken(background) == 1
 
 
+@pytest.mark.usefixtures("sigchld_ignored")
+def test_what_is_killed_has_failed_though_no_status_is_known():
+    background = Background()
+    background.start(FOR_EVER)
+    os.kill(pid_of(background), signal.SIGKILL)
+    with pytest.raises(EnvPipeError, match=r"has died .*host's memory"):
+        taken(background)
+
+
 def test_errors_come_as_they_were_or_in_words():
     background = Background()
     background.start(partial(int, "none"))

@@ -39,10 +39,10 @@ from envpipe_megatron.launch.options import (
     split,
 )
 
-#: A node over ssh gets its own.
+#: Options that are not passed on: a node over ssh gets its own.
 _OF_ONE_NODE = ("node_name", "until_stdin_ends")
 
-#: click leaves the lines of a paragraph behind \b as they are; it would break options at dashes.
+#: click leaves the lines of a paragraph after \b as they are; it would break options at dashes.
 _HELP = """
 Run torchrun on one or many nodes, and bill the energy of the job.
 

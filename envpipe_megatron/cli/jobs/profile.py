@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.registry import VISIBLE_VARIABLE, narrowed
 from envpipe_megatron.launch.node import run_torchrun
 from envpipe_megatron.launch.options import check_script, ranks_of_node, read, split
-from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
+from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers
 from envpipe_megatron.search.layer_jobs import (
     JOB_VARIABLE,
     LayerJob,
@@ -33,7 +33,7 @@ from envpipe_megatron.search.layer_jobs import (
 from envpipe_megatron.search.layer_profile import Links
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
-#: Of torchrun's --nnodes.
+#: Values of torchrun's --nnodes that are one node.
 _ONE_NODE = ("1", "1:1")
 
 
@@ -111,15 +111,16 @@ def _run_job(job: LayerJob, command: Sequence[str], speeds: Sequence[float]) -> 
 def _measure_node(command: Sequence[str], num_gpus: int, output: Path) -> tuple[Links, list[float]]:
     """Return the links, and the speed of each GPU."""
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as name:
-        code = _run(command, num_gpus, [f"{_MODULE}.node", name], {}, script=False)
+        measured = Path(name, "measured")
+        code = _run(command, num_gpus, [f"{_MODULE}.node", str(measured)], {}, script=False)
         if code:
             raise EnvPipeError(
                 "The job that measured GPUs and messages between them failed",
                 value=code,
                 remedy="Its own message is above.",
             )
-        folder = Path(name)
-        return read_links(folder / "links.json"), json.loads((folder / "speeds.json").read_text())
+        links, speeds = pickle.loads(measured.read_bytes())
+        return links, speeds
 
 
 def _run(
@@ -130,7 +131,7 @@ def _run(
     *,
     script: bool = True,
 ) -> int:
-    """Run a module under the command's torchrun, with its script behind it or without."""
+    """Run a module under the command's torchrun, with its script after it or without."""
     parts = split(command)
     words = [*parts.options, "--nproc-per-node", str(num_ranks), "-m", *module]
     return _run_torchrun([*words, *(parts.script if script else ())], environment)
@@ -183,12 +184,12 @@ def profile(
     On several nodes, run it on each; the profile is left on the node of rank 0. Layers are measured
     on one.
 
+    \b
     Example:
-
-      envpipe profile --output profile.csv -- --nproc-per-node 4 pretrain_gpt.py
-      --pipeline-model-parallel-size 4 --train-iters 2000 ...
-
-      envpipe profile --layers --output layers.json -- --nproc-per-node 4 pretrain_gpt.py ...
+      envpipe profile --output profile.csv -- --nproc-per-node 4 pretrain_gpt.py \\
+          --pipeline-model-parallel-size 4 --train-iters 2000 ...
+      envpipe profile --layers --output layers.json -- \\
+          --nproc-per-node 4 pretrain_gpt.py ...
     """
     if layers:
         _profile_layers(output.resolve(), command, sizes)

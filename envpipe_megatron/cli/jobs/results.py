@@ -116,9 +116,10 @@ def sum_energy(files: tuple[Path, ...], as_json: bool, **prices: float | None) -
     lines, which killed jobs leave, are passed over, and named as what the sum lacks. So is a node
     whose agent was lost. JSON has each GPU's phases too.
 
+    \b
     Example:
-
-      envpipe energy sum node0/energy.jsonl node1/energy.jsonl --price 0.2 --grid-intensity 350
+      envpipe energy sum node0/energy.jsonl node1/energy.jsonl \\
+          --price 0.2 --grid-intensity 350
     """
     bill, tariff = Bill(), Tariff(**prices)
     logs = read_energy_logs(files, bill.add)

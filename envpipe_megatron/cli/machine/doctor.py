@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -43,8 +42,6 @@ from envpipe_megatron.integrations.levels import DEEPSPEED, is_tested, version_o
 from envpipe_megatron.patching.catalog import load_catalog, read_constants
 
 FORMAT = "envpipe-doctor/1"
-#: As this package asks for it. Another package may have put an older one in its place.
-NVIDIA_ML_PY = "nvidia-ml-py>=12.570.86"
 
 
 @dataclass(frozen=True)
@@ -364,19 +361,6 @@ def _megatron_core() -> Answer:
     evidence = f"{'.'.join(map(str, version))} at {package_info.parent}"
     supported = any(patch.recognition.fits(package_info.parents[2]) for patch in catalog)
     return supported, evidence, wanted
-
-
-@_check("software", "nvidia-ml-py")
-def _nvidia_ml_py() -> Answer:
-    version, shim = version_of("nvidia-ml-py"), version_of("pynvml")
-    remedy = f"pip install '{NVIDIA_ML_PY}'"
-    if version is None:
-        return False, "not installed", remedy
-    if shim is not None and not re.match(r"1[2-9]|[2-9]\d|\d{3}", shim):
-        # Before 12 that package had a module of the same name; since then it only depends on ours.
-        evidence = f"{version}, but the package pynvml {shim} has a module of the same name"
-        return False, evidence, f"pip uninstall pynvml; {remedy}"
-    return is_tested(version, NVIDIA_ML_PY), version, remedy
 
 
 @_check("software", "cuda-bindings")

@@ -184,10 +184,10 @@ def import_freqs(
 ) -> None:
     """Turn a plan file of Zeus or lowtime into a plan.
 
+    \b
     Example:
-
-      envpipe import-freqs --profile profile.csv --freqs freqs_pipeline_00123.py
-      --num-microbatches 24 --blocking-power 83.6 --output plan.json
+      envpipe import-freqs --profile profile.csv --freqs freqs_pipeline_00123.py \\
+          --num-microbatches 24 --blocking-power 83.6 --output plan.json
     """
     check_outputs([output], [profile_path, sidecar_path(profile_path), freqs_path])
     profile = read_profile(profile_path)
@@ -207,10 +207,10 @@ def import_freqs(
 def export_freqs(profile_path: Path, plan_path: Path, output: Path) -> None:
     """Write a plan as Zeus's pipeline frequency server reads it, in the plan's own order.
 
+    \b
     Example:
-
-      envpipe export-freqs --profile profile.csv --plan plan.json
-      --output freqs_pipeline_00000.py
+      envpipe export-freqs --profile profile.csv --plan plan.json \\
+          --output freqs_pipeline_00000.py
     """
     check_outputs([output], [profile_path, sidecar_path(profile_path), plan_path])
     write_freqs(read_plan(plan_path, read_profile(profile_path)), output)
@@ -264,10 +264,10 @@ def straggler(
     The other replicas wait for it at the gradient reduction anyway; as slow as that one, they use
     less energy and lose no time.
 
+    \b
     Example:
-
-      envpipe straggler --profile profile.csv --frontier frontier.jsonl --factor 1.1
-      --output plan.json
+      envpipe straggler --profile profile.csv --frontier frontier.jsonl \\
+          --factor 1.1 --output plan.json
     """
     if (factor is None) == (time_s is None):
         raise click.UsageError("Give --factor or --time, one of them: how slow the replica is.")

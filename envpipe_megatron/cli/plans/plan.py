@@ -174,15 +174,13 @@ def plan(
 ) -> None:
     """Make a plan from a profile; needs no GPU. By default the best order, and the best clocks.
 
+    \b
     Example:
-
-      envpipe plan --profile profile.csv --num-microbatches 24 --max-in-flight 12
-      --output plan.json
-
-    or as EnvPipe itself plans:
-
-      envpipe plan --profile profile.csv --num-microbatches 24 --schedule envpipe
-      --policy envelope --reconfigure balanced --output plan.json
+      envpipe plan --profile profile.csv --num-microbatches 24 \\
+          --max-in-flight 12 --output plan.json
+      # or as EnvPipe itself plans:
+      envpipe plan --profile profile.csv --num-microbatches 24 \\
+          --schedule envpipe --policy envelope --reconfigure balanced
     """
     beside: dict[Path, str] = {}
     if frontier_path is not None:

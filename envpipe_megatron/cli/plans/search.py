@@ -126,10 +126,10 @@ def search_command(
     microbatch and recomputation, for the least time, energy or cost of an iteration with EnvPipe's
     order and clocks.
 
+    \b
     Example:
-
-      envpipe search --profile layers.json --gpus 64 --global-batch 512 --memory 72
-      --objective energy --max-slowdown 1 --output best
+      envpipe search --profile layers.json --gpus 64 --global-batch 512 \\
+          --memory 72 --objective energy --max-slowdown 1 --output best
     """
     given = click.get_current_context().get_parameter_source("slowdown_percent")
     if goal == Goal.TIME.value and given is not ParameterSource.DEFAULT:
@@ -325,10 +325,10 @@ def partition(
 
     Prints the split as Megatron's flags, and writes the profile of its stages.
 
+    \b
     Example:
-
-      envpipe partition --layers layers.json --num-stages 8 --num-microbatches 24
-      --objective energy --blocking-power 84 --output profile.csv
+      envpipe partition --layers layers.json --num-stages 8 --output profile.csv \\
+          --num-microbatches 24 --objective energy --blocking-power 84
     """
     check_outputs([output], [layers_path], {sidecar_path(output): SIDECAR_FORMAT})
     profile = read_layers(layers_path)

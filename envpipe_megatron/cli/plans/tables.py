@@ -74,7 +74,7 @@ def show_figures(title: str, plans: Sequence[Plan], names: Collection[str]) -> N
 
 
 def show_plans(title: str, columns: Mapping[str, dict[str, Any]]) -> None:
-    """Print the `facts_of` plans, a column each, but for what none of them has."""
+    """Print the `facts_of` plans, a column each, except for what none of them has."""
     rows = [
         (shown, *(_cell(each[name], write) for each in columns.values()))
         for name, shown, write in _FIGURES
@@ -150,7 +150,7 @@ def _host_bound(profile: LayerProfile, candidate: Candidate) -> list[str]:
 
 
 def _show_columns(title: str, columns: Mapping[str, list[str]], left: Collection[str] = ()) -> None:
-    """Print a table but for columns that have nothing to say."""
+    """Print a table except for columns that have nothing to say."""
     known = {name: cells for name, cells in columns.items() if any(cells)}
     show_table(title, known, zip(*known.values(), strict=True), left=left)
 

@@ -312,7 +312,7 @@ def zero_bubble_v(
 
 
 def split_in_place(schedule: Schedule, last: int) -> Schedule:
-    """Return an order whose `last` backwards of each stage are in two parts, one behind the other.
+    """Return an order whose `last` backwards of each stage are in two parts, one after the other.
 
     The stage before gets their gradients earlier; no more activations are held. For the last ones,
     on the way out of the pipeline, that is nearly all that splitting gains, and it is paid for on a
@@ -340,7 +340,7 @@ def split_from(schedule: Schedule, microbatch: int, of_stage: int | None = None)
 
 
 def half_split(schedule: Schedule) -> Schedule:
-    """Return an order with every other microbatch's backwards in two parts, one behind the other.
+    """Return an order with every other microbatch's backwards in two parts, one after the other.
 
     So whole backwards and both parts are measured in the same iterations and the same memory. Were
     the last half split, parts would be seen on the way out of the pipeline and whole ones before,

@@ -2,7 +2,7 @@
 
 Forwards and gradients take turns in a simulation, by a handful of rules (`turns`). Weight gradients
 go between them, for a few targets (`job.fill`), and the best orders are polished: units of the
-longest path are moved behind their next neighbours. `shortest` is the entry; builders call it with
+longest path are moved after their next neighbours. `shortest` is the entry; builders call it with
 equal units, policies with planned durations.
 """
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -90,7 +91,6 @@ class NvmlGpu(VendorGpu):
             known = (self._if_known("read the clock", read, pynvml.NVML_CLOCK_SM) for read in reads)
             self.supported_frequencies_mhz = (next(filter(None, known), 0),)
         self._reset_range_mhz = reset_range_mhz
-        self._instant_power: bool | None = None
         self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({uid})")
 
     @classmethod
@@ -112,8 +112,22 @@ class NvmlGpu(VendorGpu):
         return tuple(found for found in _identify_all() if isinstance(found, Device))
 
     @classmethod
+    def uid_of_cuda_device(cls, uuid: str) -> str | None:
+        """Return its UUID if NVML sees it; no other GPU is asked, whose driver may hang."""
+        uid = UID_START + uuid.lower().removeprefix(UID_START.lower())
+        with suppress(GpuError):
+            call_library(f"find {uid}", handle_of, uid)
+            return uid
+        return None
+
+    def device(self) -> Device:
+        """Return how NVML lists it now; no other GPU is asked."""
+        found: Device = self._call("identify", _identify)
+        return found
+
+    @classmethod
     def unreadable(cls) -> tuple[GpuError, ...]:
-        """Return the errors of GPUs that cannot be identified, but for those of other users.
+        """Return the errors of GPUs that cannot be identified, except for those of other users.
 
         NVML counts GPUs that this process may not use, too.
         """
@@ -293,15 +307,10 @@ class NvmlGpu(VendorGpu):
         Newer GPUs have a field for it; on those up to the A100 the plain power is instantaneous,
         and on any between it is the mean of the last second.
         """
-        if self._instant_power is not False:
-            fields = self._if_known(
-                "read the power",
-                pynvml.nvmlDeviceGetFieldValues,
-                [pynvml.NVML_FI_DEV_POWER_INSTANT],
-            )
-            self._instant_power = bool(fields) and fields[0].nvmlReturn == pynvml.NVML_SUCCESS
-            if self._instant_power:
-                return float(fields[0].value.uiVal) / 1000
+        field, read = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.nvmlDeviceGetFieldValues
+        for found in self._if_known("read the power", read, [field]) or ():
+            if found.nvmlReturn == pynvml.NVML_SUCCESS:
+                return float(found.value.uiVal) / 1000
         return float(self._call("read the power", pynvml.nvmlDeviceGetPowerUsage)) / 1000
 
     def read_energy(self) -> EnergyReading:
@@ -317,18 +326,21 @@ def _identify_all() -> Iterator[Device | GpuError]:
     """Yield each GPU that NVML counts, or why it cannot be identified."""
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
         try:
-            yield call_library(f"identify GPU {index}", _identify, index)
+            yield call_library(f"identify GPU {index}", _identify_number, index)
         except GpuError as error:
             _LOG.debug("GPU %d is left out: %s", index, error)
             yield error
 
 
-def _identify(index: int) -> Device:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+def _identify_number(index: int) -> Device:
+    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
+
+
+def _identify(handle: Any) -> Device:
     uid = pynvml.nvmlDeviceGetUUID(handle)
     return Device(
         NvmlGpu.backend,
-        index,
+        pynvml.nvmlDeviceGetIndex(handle),
         uid,
         pynvml.nvmlDeviceGetName(handle),
         pynvml.nvmlDeviceGetPciInfo(handle).busId,
@@ -338,10 +350,7 @@ def _identify(index: int) -> Device:
 
 def has_sys_admin() -> bool:
     """Return whether this process has the capability without which the driver locks no clock."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return os.geteuid() == 0
+    status = Path("/proc/self/status").read_text()
     effective = next(
         (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0"
     )

@@ -27,6 +27,13 @@ from envpipe_megatron.gpu.registry import ORDER_VARIABLE, VISIBLE_VARIABLE, Devi
 UID_START = "GPU-"
 """With which the UUID of every whole GPU begins."""
 
+if not hasattr(pynvml, "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"):
+    raise NoDriverError(
+        "The module pynvml is not that of nvidia-ml-py 12.570.86 or newer",
+        value=pynvml.__file__,
+        remedy="pip uninstall pynvml, an old package; then pip install --force-reinstall "
+        "'nvidia-ml-py>=12.570.86'",
+    )
 
 _NEEDS_NO_ROOT = (
     "Training needs no root: let an administrator run zeusd or grant a command in the site "

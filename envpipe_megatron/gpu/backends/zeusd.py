@@ -255,8 +255,7 @@ class ZeusdGpu(ReadThroughGpu):
         if offer.auth_required and zeusd.token_ends_s() < time.time() + BEFORE_TOKEN_ENDS_S:
             raise GpuError(
                 f"The token of {zeusd.address} ends within {BEFORE_TOKEN_ENDS_S / 60:g} minutes",
-                remedy="Issue one that outlives the job: nothing could reset a clock behind its "
-                "end",
+                remedy="Issue one that outlives the job: nothing could reset a clock after its end",
             )
         names = [device.pci_bus_id for device in devices]
         if missing := [name for name in names if pci_address(name) not in offer.gpu_ids]:
@@ -267,7 +266,7 @@ class ZeusdGpu(ReadThroughGpu):
         return f"zeusd at {zeusd.address} offers {CONTROL_GROUP} to this user"
 
     def control_ends_s(self) -> float:
-        """Return an instant before the token's end, behind which nothing could be reset."""
+        """Return an instant before the token's end, after which nothing could be reset."""
         if not self._zeusd.discover().auth_required:
             return math.inf
         return self._zeusd.token_ends_s() - BEFORE_TOKEN_ENDS_S

@@ -35,7 +35,7 @@ class PageController:
     def __init__(self, gpu: Gpu, page: ClockPage) -> None:
         self._gpu, self._page = gpu, page
         self._next = following(page.before_last_due())
-        #: When the end of the unit before was seen, by a request that waits a while behind it.
+        #: When the end of the unit before was seen, by a request that waits a while after it.
         self._ended_s: float | None = None
         #: The clock of the last request that was due, until it is set, and whether it took the
         #: place of another one.

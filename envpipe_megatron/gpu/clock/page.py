@@ -3,7 +3,7 @@
 A rank that asks its own process for a clock wakes a thread, which takes Python's interpreter lock
 from it as often; a rank that stores a word, and has the stream store another, does neither. Each
 word below is stored by one side only, as long as both live: that a guard was lost, its rank stores.
-Numbers begin at 1, and do so again behind their largest; 0 is none. A `controller.PageController`
+Numbers begin at 1, and do so again after their largest; 0 is none. A `controller.PageController`
 serves the requests.
 """
 
@@ -77,7 +77,7 @@ class _Words(ctypes.Structure):
 
 _NUM_BYTES = -(-ctypes.sizeof(_Words) // mmap.PAGESIZE) * mmap.PAGESIZE
 #: Where a stream counts, in bytes: requests whose unit has ended, and of those that wait a while
-#: behind that, requests whose own unit has begun.
+#: after that, requests whose own unit has begun.
 DUE, BEGUN = _Words.due.offset, _Words.begun.offset
 
 

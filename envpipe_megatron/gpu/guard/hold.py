@@ -1,7 +1,7 @@
 """Has a rank's GPU guarded: `hold_gpu` before the first clock is asked for, `release` at the end.
 
 The rank never locks a clock: its guard does, as the page says that both share. The guard has a
-lease on disk before it answers, and deletes it behind its last reset. So
+lease on disk before it answers, and deletes it after its last reset. So
 
 - the rank ends, however it does, or wants no clock any more: its guard resets and ends.
 - the guard ends, however it does: nothing is locked any more, and its lease is stale. The rank

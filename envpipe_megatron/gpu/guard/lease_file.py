@@ -26,6 +26,7 @@ from typing import Any
 
 from envpipe_megatron.gpu.base import SAFE_UID, GpuAddress, GpuError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
+from envpipe_megatron.gpu.site import is_of_root
 
 _FORMAT = "envpipe-lease/1"
 LEASE_SUFFIX = ".json"
@@ -121,10 +122,10 @@ def _refuse_unsafe(path: Path) -> None:
             value=str(path),
             remedy=f"Make it a folder with mode 1777, or set {LEASE_DIR_VARIABLE}",
         )
-    trusted: set[int | None] = {0, os.geteuid()}
-    if os.geteuid() == 0:
-        trusted.add(_owner_by_name(path))
-    if status.st_uid not in trusted:
+    owner, trusted = _owner_by_name(path), {0, os.geteuid()}
+    if owner is not None and os.geteuid() == 0:
+        trusted.add(owner)
+    if status.st_uid not in trusted and not (owner is None and is_of_root(status)):
         raise LeaseFolderError(
             f"The folder of leases {path} belongs to a stranger, who could delete leases",
             value=f"uid {status.st_uid}",
@@ -177,7 +178,7 @@ class LeaseRecord:
     def mark(self) -> dict[str, str | int | None]:
         """The user who slows the GPU, the job, between which clocks, and since when.
 
-        As in docs/schemas/clocks.json, but for `live`. A server may be asked for the user's name,
+        As in docs/schemas/clocks.json, without `live`. A server may be asked for the user's name,
         and may hang: no guard calls this.
         """
         user = str(self.uid)

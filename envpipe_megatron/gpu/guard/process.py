@@ -51,7 +51,7 @@ _SWITCH_INTERVAL_S = 1e-4
 #: The page is looked at this often, s: the rarer, the longer nothing came, for this share of that.
 #: A change of a clock takes longer, and a look takes a core some 10 us.
 _SOONEST_S, _LATEST_S, _SHARE = 1e-4, 5e-4, 1 / 40
-#: After so long a wait, it is not a unit that is being waited for.
+#: A longer wait is for something else than a unit.
 _CALM_S, _CALM_LOOK_S = 2.0, 2e-3
 _TICK_S = 0.2
 _LOOK_EVERY_S = 1.0
@@ -226,7 +226,7 @@ class Guard:
 
         Args:
             ends_s: when the right to change clocks ends, s since 1970.
-            lease: without it, nobody would reset behind a guard that is killed.
+            lease: without it, nobody would reset after a guard that is killed.
         """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)

@@ -1,7 +1,7 @@
 """DeepSpeed's PipelineEngine, whose training steps are executed from a schedule.
 
 Units run what DeepSpeed's own instructions run: to load a microbatch, a forward or a backward, what
-is sent behind them, to reduce gradients and to step. Their order, and how messages are carried, are
+is sent after them, to reduce gradients and to step. Their order, and how messages are carried, are
 EnvPipe's.
 """
 
@@ -220,7 +220,7 @@ class _Units(StageWork):
         return sent
 
     def _sent(self, send: Callable[[int], None], slot: int) -> list[torch.Tensor]:
-        """Return what DeepSpeed sends of a microbatch, but for shapes."""
+        """Return what DeepSpeed sends of a microbatch, except for shapes."""
         sent: list[torch.Tensor] = []
         with (
             replaced(p2p, send=lambda tensor, stage: sent.append(tensor)),

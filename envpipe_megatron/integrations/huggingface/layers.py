@@ -209,7 +209,7 @@ class Family:
 def _text_model(
     config: Any, words: str, blocks: list[Entry], norm: str, *more: Entry
 ) -> list[Entry]:
-    """Return the layers of a model of next words; `more` comes behind its embedding."""
+    """Return the layers of a model of next words; `more` comes after its embedding."""
     embedding = {"embedding": words}
     tied = Entry(tied_logits, embedding, tied=True)
     head = tied if config.tie_word_embeddings else Entry(call, {"module": "lm_head"})

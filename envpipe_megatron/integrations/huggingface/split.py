@@ -56,7 +56,7 @@ class Layer(nn.Module):
     def forward(self, message: Message, **extras: Tensor | None) -> Message:
         """Take what the layer before gave, or the model's inputs: a tensor, or a tuple.
 
-        A tuple has the other inputs behind the hidden states, if this layer or a later one needs
+        A tuple has the other inputs after the hidden states, if this layer or a later one needs
         them, and so has what is returned. Beside a tensor the `EXTRAS` come by name.
         """
         hidden, *others = (message,) if isinstance(message, Tensor) else message

@@ -49,7 +49,7 @@ _PASSES = 3
 #: Length of a window; of one in which the GPU rests as long again; of one on a CPU.
 _WINDOW_S, _RESTED_WINDOW_S, _CPU_WINDOW_S = 0.5, 0.3, 0.02
 _FEWEST, _MOST, _LOOKS = 2, 200, 3
-#: Of the free memory, what a microbatch may take.
+#: The share of the free memory that a microbatch may take.
 _MEMORY_SHARE = 0.8
 #: Work of a GPU varies by less from repeat to repeat, with its clock. A host that others use, too,
 #: starts kernels more slowly for half a second to a second at times: work that waits for it is then

@@ -36,9 +36,9 @@ from envpipe_megatron.integrations.layer_profile.rank_gpu import (
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LAYER, LOSS, SELECTIVE, Block
 
 _LAYERS_IN_A_ROW = 4
-#: Weight, gradient and optimizer of mixed precision, none of it shared.
+#: For weight, gradient and optimizer in mixed precision, none of it shared.
 _BYTES_PER_PARAMETER = 18
-#: Of the free memory, for all kinds together.
+#: The share of the free memory that all kinds together may take.
 _SHARE = 0.25
 
 
@@ -193,7 +193,7 @@ class Microbatches:
         self._marks: Marks | Looks = Looks()
         self._rest_cycles = self._started = 0
         self._goes_back = False
-        #: Of what a stage sends that ends with a layer.
+        #: Bytes that a stage sends which ends with a layer.
         self.message_bytes = 0
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class Microbatches:
                 value=(len(gaps) + 1) / (count + 1),
                 remedy="Search by a profile of another origin.",
             )
-        beside = np.full((1, gaps.shape[1]), np.nan)  # behind the last
+        beside = np.full((1, gaps.shape[1]), np.nan)  # after the last
         each = np.concatenate([gaps, beside]).reshape(count + 1, edges, -1)[1:, :-1]
         medians: FloatArray = np.median(each, axis=0)
         return np.concatenate([medians[: slots + 1], medians[:slots:-1]]), window

@@ -1,15 +1,16 @@
 """Measures one node's GPUs without Megatron: their speeds, messages and all-reduces.
 
-    torchrun --nproc-per-node 8 -m envpipe_megatron.integrations.layer_profile.node FOLDER
+    torchrun --nproc-per-node 8 -m envpipe_megatron.integrations.layer_profile.node FILE
 
-Rank 0 writes there `links.json`, the `links` of a layer profile (messages between ranks 0 and 1,
-all-reduces of the first 2, 4, ... ranks), and `speeds.json`, matrix products a second of each rank.
+Rank 0 pickles there, for the command that has started it, the `links` of a layer profile (messages
+between ranks 0 and 1, all-reduces of the first 2, 4, ... ranks), and the matrix products a second
+of each rank.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,11 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.layer_profile.rank_gpu import now_s
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
-from envpipe_megatron.search.layer_file import links_text
 from envpipe_megatron.search.layer_profile import AllReduce, Curve, Links
 
 _BYTES = tuple(4**power for power in range(7, 15))
@@ -35,15 +34,13 @@ _SETTLE_S, _SPEED_S = 3.0, 2.0
 
 
 def main() -> None:
-    """Measure, as one rank of torchrun's, and write to the folder that the argument names."""
+    """Measure, as one rank of torchrun's, and write to the file that the argument names."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     speeds, links = measure_speeds(), measure_links()
     if dist.get_rank() == 0:
-        folder = Path(sys.argv[1])
-        texts = {"speeds.json": json.dumps(speeds), "links.json": links_text(links)}
-        replace_files({folder / name: [text] for name, text in texts.items()})
+        Path(sys.argv[1]).write_bytes(pickle.dumps((links, speeds)))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -22,9 +22,9 @@ from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 
-#: A clock that was set has settled.
+#: How long a clock that was set takes to settle, at most.
 _SETTLE_S = 0.2
-#: The counter refreshes after a window, without an event.
+#: How long to wait after a window for the counter's refresh.
 _MARGIN_S = 0.3
 #: A number for the clock of a CPU, which is not set.
 _CPU_MHZ = 1000
@@ -112,7 +112,7 @@ def _open(clocks_mhz: Sequence[int]) -> Gpu:
     uid = uid_of_cuda_device(str(properties.uuid))
     if not clocks_mhz:
         return open_gpu(GpuAddress(READ_ONLY, uid))
-    return open_controlled(uid, choose_control("auto", read_site()).required())
+    return open_controlled(uid, choose_control("auto", read_site(), uid).required())
 
 
 class Marks:

@@ -95,7 +95,7 @@ LIMITS: tuple[ArgumentLimit, ...] = (
             "experimental kinds of attention": on(
                 "experimental_attention_variant", "linear_attention_freq"
             ),
-            "FP4, and FP8 but for plain delayed scaling": any_of(
+            "FP4, and FP8 other than plain delayed scaling": any_of(
                 _fp8_unproven,
                 on("fp4", "te_precision_config_file", "kitchen_config_file"),
                 on("kitchen_recipe_number"),

@@ -301,7 +301,7 @@ class _Store:
         into, module = _Under.into, self._module
         assert into is not None
         weights = [name for name in self._weights if getattr(module, name).requires_grad]
-        if not _grouped(tensors):  # of a layer with two weights, the second comes right behind
+        if not _grouped(tensors):  # of a layer with two weights, the second comes right after
             first = getattr(module, weights[0])
             place = int(len(weights) > 1 and bool(into) and into[-1].parameters[0] is first)
             weights = weights[place : place + 1]

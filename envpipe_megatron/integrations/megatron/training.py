@@ -64,7 +64,7 @@ class Training(LeveledJob):
     Raises JobError and EnvPipeError as `LeveledJob` does.
     """
 
-    #: Why the job goes on at a lower level behind this step.
+    #: Why the job goes on at a lower level after this step.
     _why_lower: str | None = None
 
     def __init__(
@@ -191,7 +191,7 @@ class Training(LeveledJob):
     def _follow_units(self, **arguments: Any) -> Any:
         """Run Megatron's own function, and follow its units.
 
-        The level is lowered behind this step if they come otherwise than planned in the first
+        The level is lowered after this step if they come otherwise than planned in the first
         iteration of a number of microbatches.
         """
         assert self._framework_function is not None
@@ -335,7 +335,7 @@ def _reported_pairs(step: Callable[..., Any], followed: UnitFollower) -> Callabl
     """Return Megatron's combined function, which reports what it runs: F, B, or both as a pair.
 
     A pair may wait for its inputs within the call, in `pre_forward` and `pre_backward`, which come
-    in this order: its units begin behind these.
+    in this order: its units begin after these.
     """
 
     def units(*args: Any, **kwargs: Any) -> Any:

@@ -157,13 +157,13 @@ class _Reduction:
     """Reduces the gradients of a stage's chunks over its replicas.
 
     Where no backward is split, that is when Megatron does it: with its own reducer in a chunk's
-    last backward; with a `grad_sync_func` on stage 0 in that, too, on others behind their units,
+    last backward; with a `grad_sync_func` on stage 0 in that, too, on others after their units,
     in the bubble at the end. With chunks that is at the same time on all stages, though
     later stages come to a chunk later.
 
     Its own reducer wants each parameter's gradient in that backward, and one in two parts has none
     of some in either. So where some are split, its hooks only add gradients up, and it is called
-    behind a chunk's last unit, as a `grad_sync_func` is.
+    after a chunk's last unit, as a `grad_sync_func` is.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class _Reduction:
     def finish(self, *, broken_off: bool) -> None:
         """Launch the reductions that no backward launched.
 
-        Of an order that was broken off they are any, and replicas wait for each of them.
+        An order that was broken off may lack any of them, and replicas wait for each.
         """
         held = self._held
         self._release()
@@ -250,7 +250,7 @@ def _key(unit: Unit) -> tuple[int, int]:
 
 
 def listed(one_or_more: Any) -> list[Any]:
-    """Return a list of what Megatron has as one or as a list."""
+    """Return what Megatron has as one or as a list, as a list."""
     return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 

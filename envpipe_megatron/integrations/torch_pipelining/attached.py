@@ -230,9 +230,12 @@ class AttachedPipeline(LeveledJob):
         """Run a step by torch, and compare its units with the order that the schedule names."""
         seen, self._units.seen = UnitRecorder(), set()
         if self.session.may_split and self._units.why_whole is None:  # else one has failed before
-            # Of what was wrapped behind `attach`. A trial is of all ranks of a stage, or of none.
+            # Of what was wrapped after `attach`. A trial is of all ranks of a stage, or of none.
             why = max(of_all_ranks(known_reason(self._stages))) or NOT_TRIED
             self._units.why_whole = dict.fromkeys(range(len(self._stages)), why)
+            # What loading a checkpoint has left cached is the driver's again: a trial asks that. No
+            # message is under way yet that this could wait for.
+            torch.cuda.empty_cache()
         self._units.reporter = seen
         try:
             result = self._torch_step(*args, **kwargs)

@@ -38,7 +38,7 @@ _HANDED_ON = (
     "_kwargs_chunk_spec",
     "_output_merge_spec",
 )
-#: Their tables, in torch 2.13 and before, do not say what they run.
+#: Schedules whose tables do not say what they run, in torch 2.13 and before.
 _WITHOUT_TABLE = {Schedule1F1B: builders.one_f_one_b, ScheduleGPipe: builders.gpipe}
 
 
@@ -75,7 +75,7 @@ def stages_trained_by(schedule: Any) -> list[Any]:
 def torch_order(schedule: Any) -> Schedule:
     """Return the order that a schedule of torch's runs, of all ranks, the same on each.
 
-    A forward and a backward that torch lists as one are two units, which it runs one behind the
+    A forward and a backward that torch lists as one are two units, which it runs one after the
     other. Orders that have a name here get that. A user's class has the order of torch's class
     below it, and the first step shows whether it keeps it. ScheduleError if the schedule does not
     say its order, or it is not one of a training step.

@@ -39,7 +39,7 @@ _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chun
 #: What a backward is given, in its order; names of the number of a microbatch.
 _ARGUMENTS = "bwd_chunk_id", "loss", "full_backward"
 _CHUNK_IDS = "bwd_chunk_id", "fwd_chunk_id"
-#: Kinds of those whose arguments do not matter.
+#: Kinds of the units whose arguments do not matter.
 _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
 #: How often a backward is tried both ways: kernels may repeat themselves by chance.
 _TRIES = 4
@@ -61,7 +61,7 @@ EFFECTS = {
 class Units:
     """Reports the units of this rank's stages to `reporter`, while there is one.
 
-    On the last stage a forward ends behind its loss, which the schedule computes.
+    On the last stage a forward ends after its loss, which the schedule computes.
 
     Args:
         stages: of this rank, in the order of their chunks.
@@ -80,7 +80,7 @@ class Units:
         #: Chunks of which a backward has run, and what was seen that is against a trial of parts.
         self._ran, self._against = set[int](), dict[int | None, str]()
         self._agree = agree
-        #: The chunk of the forward that ends behind its loss.
+        #: The chunk of the forward that ends after its loss.
         self._awaits_loss: int | None = None
         self._reporting: list[Any] = []
         self._replaced = contextlib.ExitStack()
@@ -343,12 +343,14 @@ def _reason_of_graph(
     )
     if room_bytes > _free_bytes(outputs[0].device):
         return "memory has no room to try it in two parts"
+    # Kept by the allocator: memory that a rank lacked in the middle would part it from its peers.
+    torch.empty(room_bytes, dtype=torch.uint8, device=outputs[0].device)
     return ""
 
 
 @contextlib.contextmanager
 def _own_gradients(leaves: Collection[torch.Tensor]) -> Iterator[None]:
-    """Let leaves have no gradient meanwhile, and their own again behind it."""
+    """Let leaves have no gradient meanwhile, and their own again after it."""
     own = [each.grad for each in leaves]
     for leaf in leaves:
         leaf.grad = None

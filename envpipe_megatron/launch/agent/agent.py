@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,9 +40,11 @@ _BACKLOG = 256
 #: How often to check what the end waits for, and for how long at least: messages on this node
 #: arrive in that time.
 _LOOK_S, _LEAST_WAIT_S = 0.01, 0.5
+#: How long to wait for the last messages of ranks that have ended.
+_LAST_WORDS_S = 5.0
 #: How often to look for GPUs without windows.
 _TICK_S = 10.0
-#: For a reading of a counter, which back ends give up after three seconds.
+#: How long to wait for a reading of a counter, which back ends give up after three seconds.
 _READ_S = 5.0
 
 
@@ -74,7 +76,7 @@ class NodeAgent:
         self.uplink = Uplink(self.log)
         self.control: dict[str, Any] | None = None
         self._collector = Collector()
-        #: What serves each connected rank, and has its name; and what serves them all.
+        #: The task that serves each connected rank, named as it; and those that serve them all.
         self._ranks: set[asyncio.Task[None]] = set()
         self._lasting: list[asyncio.Task[None]] = []
         #: Until when this may wait at the end, by the monotonic clock.
@@ -97,48 +99,32 @@ class NodeAgent:
         until_s = time.monotonic() + max(to_s, _LEAST_WAIT_S)
         self._patient_until_s = min(self._patient_until_s, until_s)
 
-    def wait_until_none_is_connected(self, timeout_s: float) -> bool:
-        """Wait until all ranks of this node have ended; False after a time."""
-        return self._call(self._holds(lambda: not self._ranks, timeout_s))
-
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
         """End the bill of this node, and on the agent of rank 0 that of the job.
 
-        Hangs up on ranks that are still connected. Waits up to `wait_s` for the collector to know
-        all, and again for other nodes to end; returns those late, on the agent of rank 0.
+        Waits for the last messages of ranks, up to `wait_s` for the collector to know all, and
+        again for other nodes to end; returns those late, on the agent of rank 0.
         """
-        return self._call(self._finish(exit_code, wait_s))
+        coroutine = self._finish(exit_code, wait_s)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
         """Stop; safe to call twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            self._thread.join(_READ_S)  # the log's disk may hang
         self._listener.close()
         self.log.close()
-
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self) -> None:
         lasting = self._accept(), self.gpus.bill_long_gaps()
         self._lasting = [self._loop.create_task(each) for each in lasting]
         self._loop.run_forever()
-        self._loop.run_until_complete(self._end())
+        self._loop.run_until_complete(self._collector.close())
+        self._loop.run_until_complete(_cancel(*asyncio.all_tasks(self._loop)))
         self._loop.close()
 
     # --- on the loop ----------------------------------------------------------------------------
-
-    async def _end(self) -> None:
-        await self.uplink.close()
-        await self._collector.close()
-        await self._hang_up()
-
-    async def _hang_up(self) -> None:
-        tasks = (*self._lasting, *self._ranks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self) -> None:
         while True:
@@ -222,7 +208,9 @@ class NodeAgent:
         return condition()
 
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
-        await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
+        await self._holds(lambda: not self._ranks, min(wait_s, _LAST_WORDS_S))
+        # Ranks that no signal could end are hung up on: nothing follows the last note.
+        await _cancel(*self._lasting, *self._ranks)
         await asyncio.gather(*map(self.gpus.bill_up_to_now, self.gpus.ledgers()))
         self.log.attempt(self.log.note, ENDED, exit_code=exit_code)
         if self.uplink.endpoint is not None:
@@ -282,6 +270,12 @@ class NodeGpus:
         with contextlib.suppress(TimeoutError, RuntimeError):  # no thread can be started
             reading = await asyncio.wait_for(_in_thread(read), _READ_S)
         self._log.attempt(ledger.bill_up_to, reading)
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

@@ -30,10 +30,10 @@ from envpipe_megatron.launch.agent.ledger import NodeLog
 
 logger = logging.getLogger(__name__)
 
-#: Of a log that are sent at once, and of earlier starts' lines that are added up before: those of
-#: some tenths of a second.
+#: Bytes of a log that are sent at once, and of earlier starts' lines that are added up before that:
+#: those of some tenths of a second.
 _PIECE_BYTES, _EARLIER_BYTES = 2**18, 2**20
-#: Of a piece as JSON, which may write a character in as many as three times its bytes.
+#: Bytes of a piece as JSON, which may write a character in as many as three times its bytes.
 _MOST_BYTES = 4 * _EARLIER_BYTES
 _HELLO_S = 10.0
 _BACKLOG = 1024
@@ -179,13 +179,6 @@ class Uplink:
         if self._task is None:
             return "the node of rank 0 runs no collector"
         return "" if self.knows_all() else self.failure or "not all was confirmed in time"
-
-    async def close(self) -> None:
-        """Stop sending."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
 
     async def _run(self) -> None:
         while True:

@@ -34,7 +34,7 @@ from envpipe_megatron.formats.energy import (
 )
 from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
 from envpipe_megatron.gpu.base import ClockState, Gpu
-from envpipe_megatron.runtime.energy.meter import CounterAt, WindowEnergy
+from envpipe_megatron.runtime.energy.meter import MOST_POWER_W, CounterAt, WindowEnergy
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class GpuLedger:
     """Lays the windows of a GPU's ranks end to end.
 
     A rank meters its GPU and says where the counter was at both ends of each window. What lies
-    between two windows is billed as phase `between`, and so is what lies behind the last one, up to
+    between two windows is billed as phase `between`, and so is what lies after the last one, up to
     a reading of the counter here. So all lines of a GPU add up to the difference of two readings of
     its counter: when its rank first said hello and when the last one ended. What a counter that
     went back had counted since the last line is lost. As the job grows old, windows are added up
@@ -315,11 +315,12 @@ class GpuLedger:
         """Bill from the end of the last line to a reading."""
         until, billed_j = self._billed
         assert until is not None
-        if -_JITTER_J < end.energy_j - until.energy_j < 0:
+        counted_j = end.energy_j - until.energy_j
+        if -_JITTER_J < counted_j < 0:
             return  # the next line has it
-        if end.energy_j < until.energy_j:
+        if not 0 <= counted_j <= _JITTER_J + MOST_POWER_W * (end.time_s - until.time_s):
             logger.error(
-                "The energy counter of %s went back, as it does when a driver is reloaded: what "
+                "The energy counter of %s went back or leapt, as where a driver is reloaded: what "
                 "it had counted after %.1f s is lost",
                 self.gpu.name,
                 until.time_s,

@@ -44,7 +44,7 @@ _OF_LEDGER = ("gpu", "gpu_uid", "rank", "stage")
 _GPU = (*_NODE, *_OF_LEDGER)
 #: Of a mark what names who slows a GPU and between which clocks, as labels.
 _SLOWED = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "created")
-#: For the answers of all GPUs' drivers.
+#: How long to wait for the answers of all GPUs' drivers.
 _DRIVERS_S = 1.0
 _ABOUT = ("model", "level", "type", "scheduling", "reconfigure")
 

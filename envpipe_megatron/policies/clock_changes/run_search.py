@@ -8,7 +8,7 @@ only if its own iteration time meets the deadline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -103,7 +103,7 @@ class RunSearch:
     def search(self) -> Plan | None:
         """Return the cheapest plan found; None if none fits."""
         slowed = list(self._slowed(1.0))
-        begun = list(self._near_relaxed()) if self._min_dwell_s else slowed
+        begun = _distinct(self._near_relaxed()) if self._min_dwell_s else slowed
         runs = [*slowed, *begun] if self._min_dwell_s else [*slowed]
         if begun and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
             divided = [self._divided(plan) for plan in begun]
@@ -117,7 +117,7 @@ class RunSearch:
             nearest = sorted(runs, key=lambda plan: plan.cost.iteration_time_s)[:_SPENT]
             runs += map(self._in_time, nearest)
         in_time = filter(self._meets, (self._highest, self._start, *self._steady(), *runs))
-        best = sorted(in_time, key=self._cost_j)
+        best = sorted(_distinct(in_time), key=self._cost_j)
         spent = map(self._spent, best[: _SPENT if self._min_dwell_s else 1])
         return min(spent, key=self._cost_j, default=None)
 
@@ -289,3 +289,8 @@ class RunSearch:
             return False
         least_s = self._min_dwell_s * (1 - RELATIVE_TOLERANCE)
         return least_s == 0.0 or shortest_dwell_s(plan) >= least_s
+
+
+def _distinct(plans: Iterable[Plan]) -> list[Plan]:
+    """Return plans of one order without those whose clocks another has."""
+    return list({plan.frequency_mhz.tobytes(): plan for plan in plans}.values())

@@ -35,7 +35,7 @@ _PULLS = 30
 
 @dataclass(frozen=True)
 class DurationProblem:
-    """The program but for its deadline, in units that make its numbers lie around 1.
+    """The program except for its deadline, in units that make its numbers lie around 1.
 
     Args:
         target: [num_edges] the node that waits.

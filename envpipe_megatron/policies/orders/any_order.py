@@ -1,8 +1,8 @@
 """A lower bound on the energy of an iteration over all orders of its units.
 
 A stage cannot start before one forward has passed all stages before it, and a backward must pass
-them after its last one; in between it runs all its units, but for those gradients of weights that
-may come last. Whichever microbatches these are, they take no less than the fastest of their stage.
+them after its last one; in between it runs all its units, except gradients of weights that may come
+last. Whichever microbatches these are, they take no less than the fastest of their stage.
 A solver prices these chains; any prices give a valid bound, checked by additions (weak duality).
 """
 

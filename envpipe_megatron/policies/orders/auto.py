@@ -61,7 +61,7 @@ _MEMORY = (2.0, 0.0, 1.0, 1.5, inf)
 _SPLIT_LAST = (2.0, inf, 1.0, 0.5)
 #: Orders that the list scheduler looks at for each limit, and units of all of a family's.
 _LOOKS, _LOOK_BUDGET = 3, 150_000
-#: So many of the best of each family are made again.
+#: This many of the best of each family are made again.
 _AGAIN = 1
 #: The best orders by their relaxed energy are rounded; what rounding costs differs a little.
 _ROUNDED = 2

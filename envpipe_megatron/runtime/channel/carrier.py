@@ -209,7 +209,7 @@ class TransferCarrier:
                 work.wait(self._timeout)
 
     def _receive_header(self, unit: Unit) -> TensorSpec:
-        """Return the spec of the next message, whose sender sends it behind the message."""
+        """Return the spec of the next message, whose sender sends it after the message."""
         assert self._spec is not None
         try:
             tag = 1 + _TAGS[self._peers.receives]

@@ -49,7 +49,7 @@ _GATHER_TAG = 0
 FAN_IN = 8
 #: How arrays of replicas are merged, element by element.
 SUM = partial(np.sum, axis=0)
-#: For ranks that have been together just before.
+#: How long to wait for ranks that were together just before.
 _COME = timedelta(minutes=3)
 #: Longest text of an error: notes go through the sockets of agents.
 _MOST_CHARACTERS = 1000

@@ -84,7 +84,7 @@ def register(page: ClockPage | FlagPage) -> int:
 def counter_in_stream(page: ClockPage) -> Callable[[int, int], None]:
     """Register a page; return what has the current stream store a number at an offset in it.
 
-    The number is stored behind all that the stream holds. This is called at units, where the host's
+    The number is stored after all that the stream holds. This is called at units, where the host's
     caches are cold: a stream of torch's takes 62 us there, and cuda-bindings 7 more than ctypes.
 
     RuntimeError, from both: the driver refuses, or is too old.
@@ -296,7 +296,7 @@ class CudaStream:
         self._at(driver.cuStreamWaitValue32, word, value, _WAIT_GEQ)
 
     def write(self, word: Word, value: int) -> None:
-        """Set the word behind all before it: by the front end, after a fence over the system."""
+        """Set the word after all before it: by the front end, after a fence over the system."""
         self._at(driver.cuStreamWriteValue32, word, value, _WRITE_DEFAULT)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:

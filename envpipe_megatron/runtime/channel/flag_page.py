@@ -24,7 +24,7 @@ from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
 _BYTES = mmap.PAGESIZE
 #: A cache line a word: each is written by one side.
 _WORD_BYTES = 64
-#: Of a word's value.
+#: The bits of a word that are its value.
 MASK = 0xFFFFFFFF
 _FOLDER = Path("/dev/shm")
 
@@ -152,7 +152,7 @@ class Word:
 
     @property
     def offset(self) -> int:
-        """Return how many bytes it lies behind the page's address."""
+        """Return how many bytes it lies after the page's address."""
         return self.index * _WORD_BYTES
 
     @property

@@ -29,7 +29,7 @@ from envpipe_megatron.runtime.channel.puts import MEMORY_SHARE, PutCarrier, PutS
 #: make each transfer slower, which 1F1B feels.
 MAX_CTAS = 2
 
-#: Beyond the tags of what else the hosts of a pipeline send each other.
+#: The first tag of these messages; hosts of a pipeline send others with lower ones.
 _FIRST_TAG = 1000
 
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 #: One stage's side of the boundary to a neighbour: it receives one kind and sends the other.
 Carrier = PutCarrier | TransferCarrier
 
-#: For a device that comes to rest, and for neighbours that close too.
+#: How long to wait for the device to come to rest, and for neighbours to close too.
 _CLOSE_S = 20.0
 
 
@@ -84,7 +84,7 @@ class P2PChannel:
         #: Messages of one direction that may be under way before a send stops the stage, in the
         #: words of `channel_model`; None if sends never do.
         self.capacity = capacity
-        #: Whether a stream may go on behind a message that never came: NCCL's watchdog ends a
+        #: Whether a stream may go on after a message that never came: NCCL's watchdog ends a
         #: transfer whose neighbour is silent for too long. Then a host waits for its last input
         #: before it hands over what follows the units.
         self.lets_go = bool(groups)
@@ -163,7 +163,7 @@ class P2PChannel:
     def close(self) -> None:
         """Give back memory, threads and communicators; safe to call twice.
 
-        All stages call it, behind their last step. Where the device does not come to rest, or a
+        All stages call it, after their last step. Where the device does not come to rest, or a
         neighbour does not close, in `_CLOSE_S`, all stays until the process ends; so it does where
         Python ends already, and in a forked child.
         """

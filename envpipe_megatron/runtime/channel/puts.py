@@ -37,15 +37,15 @@ if TYPE_CHECKING:  # it imports this module
 
 logger = logging.getLogger(__name__)
 
-#: Of a GPU's memory, the most that slots take, unless an order needs more to finish.
+#: The largest share of a GPU's memory for slots, unless an order needs more to finish.
 MEMORY_SHARE = 0.01
-#: Of the tensors in a slot.
+#: The alignment of the tensors in a slot, bytes.
 _ALIGNMENT = 256
-#: How often one looks whether a neighbour lives.
+#: How often to check that a neighbour lives.
 _LOOKS_EVERY_S = 0.25
-#: For a process that has lost a neighbour to end by itself.
+#: How long a process that has lost a neighbour has to end by itself.
 GRACE_S = 15.0
-#: For the first messages, which show that puts work: how many there are each way, and how large.
+#: Time for the first messages, which show that puts work; how many go each way, and their size.
 _PROBE_S = 20.0
 _PROBES = 8
 _PROBE_BYTES = 32 * 2**20

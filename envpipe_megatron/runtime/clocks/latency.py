@@ -233,7 +233,7 @@ class CudaKernelTimer:
         base_s = time.monotonic()
         self._spin()
         self._events[LEAD].synchronize()
-        with self._cuda.stream(self._beside):  # the call comes behind what the stream holds
+        with self._cuda.stream(self._beside):  # the call comes after what the stream holds
             called_s, returned_s = call()
         self._events[-1].synchronize()
         instants_s = [base_s + self._base.elapsed_time(event) / 1e3 for event in self._events]

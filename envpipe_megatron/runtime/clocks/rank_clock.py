@@ -2,7 +2,7 @@
 
 A request that wakes a thread of this process hands Python's lock over and gets it back, and where
 the host has no lead over the GPU, each unit is that much longer. Here a request is a store in a
-page, and a word there that the stream counts up behind the unit before. Where units run on no
+page, and a word there that the stream counts up after the unit before. Where units run on no
 stream they have ended when their Python has, and the host counts.
 """
 
@@ -89,7 +89,7 @@ class RankClock:
 
     Attributes:
         waits: whether requests wait for units that an executor has timed; else for what the stream
-            holds.
+            holds, or there are none, as of a GPU opened for reading only.
         repeats: whether clocks are asked for at each request, even if it is for the same one.
         given_back: whether each request gives the clock back to the driver, for any clock: the GPU
             stays held, and the next request that finds it False takes the clock again.
@@ -126,10 +126,11 @@ class RankClock:
                 f"There is no memory to share with a guard: {error}",
                 remedy="Give the job, or its container, half a MiB for each rank",
             ) from error
-        self.waits = not (guarded and torch.cuda.is_available())
+        on_stream = torch.cuda.is_available()
+        self.waits = not (on_stream and (guarded or gpu.read_only))
         self._look: Callable[[], object] = partial(time.sleep, _LOOK_S)
         try:
-            self._count = page.count if self.waits else count_by_stream(page)
+            self._count = count_by_stream(page) if guarded and on_stream else page.count
             if guarded:
                 self._hold = hold_gpu(gpu.address, page)
         finally:
@@ -152,7 +153,7 @@ class RankClock:
     ) -> Callable[[], None] | None:
         """Set the clock once the GPU has come to here, or so long after; returns at once.
 
-        Here is behind all that the current stream holds. Called by one thread. What it returns of a
+        Here is after all that the current stream holds. Called by one thread. What it returns of a
         request with a delay is to be called where the GPU may not wait for any longer. The clock of
         the last request is not asked for again, unless something else has undone that.
         """

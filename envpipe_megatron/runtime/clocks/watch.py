@@ -69,7 +69,7 @@ class ClockWatch:
         #: When power profiles and limits were seen to be others, in s from the begin, and the last.
         self._power: list[tuple[float, PowerState]] = []
         self._last_power: PowerState | None = None
-        #: The change that `held_back` is to say.
+        #: The change that `held_back` has yet to report.
         self._power_news = ""
         self._error: Exception | None = None
         self._stop: SimpleQueue[None] = SimpleQueue()

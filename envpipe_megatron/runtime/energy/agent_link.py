@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 #: reach: `energy*.jsonl` are summed.
 _UNBILLED = "unbilled-energy"
 
-#: For answers, before training.
+#: How long to wait for an answer, before training.
 _ANSWER_S = 30.0
 
 

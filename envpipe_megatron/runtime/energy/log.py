@@ -95,7 +95,7 @@ class EnergyLog:
         self._with_counter = with_counter
         self._append = append
         self._sums = LineSums(lambda window: append(window.line()))
-        #: Those that are not written yet, and whether steps may still be added to the last.
+        #: Windows that are not written yet, and whether steps may still be added to the last.
         self._windows: deque[Window] = deque()
         self._grows = False
         #: By phase, what its steps are compared with from now on.
@@ -248,7 +248,7 @@ class Interval:
 
 
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
-    """Return the mean step of a warm-up, behind its first and the last that is longer.
+    """Return the mean step of a warm-up, after its first and the last that is longer.
 
     One in the second half counts, as a hiccup of training; before that, it prepares what follows:
     Megatron captures CUDA graphs ahead of its fourth step, and those before run without them. None

@@ -43,11 +43,13 @@ POLL_S = 0.05
 _TAKE_S = 5.0
 #: The refresh period until two refreshes have been seen, as NVIDIA's counters have it.
 _TYPICAL_REFRESH_S = 0.1
+#: No GPU draws as much, W: a counter that has counted more has leapt.
+MOST_POWER_W = 1e5
 #: Refreshes around an end of a window that show how much the power varies there.
 _NEIGHBOURS = 5
 #: How long to wait for the thread; a driver that hangs must not take training with it.
 _LOOK_TIMEOUT_S = 1.0
-#: For a process that starts first.
+#: How long to wait for the first look: its process starts first.
 _FIRST_LOOK_S = 10.0
 
 
@@ -85,8 +87,8 @@ class EnergyMeter:
 
     A counter that cannot be read or stops spoils the windows that end then and no others: it is
     cumulative, so a window whose ends were both seen is right without the readings between them.
-    One that goes back, as where a driver is reloaded, begins anew. Where no other process reads, or
-    it ends, a thread of this process does.
+    One that goes back, as where a driver is reloaded, or leaps, as after a machine was suspended,
+    begins anew. Where no other process reads, or it ends, a thread of this process does.
     """
 
     def __init__(self, gpu: Gpu, poll_s: float = POLL_S) -> None:
@@ -130,7 +132,7 @@ class EnergyMeter:
     def refreshes(self, begin_s: float) -> tuple[FloatArray, FloatArray]:
         """Return the instants of all refreshes since then, and the counter's J; does not read.
 
-        None before the counter last went back, and none while it has stopped.
+        None before the counter last went back or leapt, and none while it has stopped.
         """
         with self._seen():
             first = bisect_left(self._times_s, begin_s)
@@ -156,7 +158,7 @@ class EnergyMeter:
         counter's resolution. Work that alternates faster than the counter refreshes shows in it
         too: the refreshes cut the alternation at different places.
 
-        Raises MeterError if the window starts before the meter does or the counter went back, or
+        Raises MeterError if the window starts before the meter does or the counter leapt, or
         ends when the counter could not be read or stood still.
         """
         with self._seen():
@@ -165,7 +167,7 @@ class EnergyMeter:
             if start_s < times[0] - 1e-9:
                 raise MeterError(
                     f"A window began before the meter of {self._gpu.name} did, or before its "
-                    "counter went back, as it does when a driver is reloaded (s)",
+                    "counter went back or leapt, as where a driver is reloaded (s)",
                     value=start_s,
                     remedy=f"The counter is known from {times[0]} s on.",
                 )
@@ -286,7 +288,8 @@ class EnergyMeter:
             if not math.isfinite(reading.energy_j) or (times and reading.time_s <= times[-1]):
                 return
             old = 0
-            if times and reading.energy_j < energies[-1]:
+            most_j = MOST_POWER_W * (reading.time_s - times[-1]) if times else 0.0
+            if times and not 0 <= reading.energy_j - energies[-1] <= most_j:
                 old = len(times)  # it has begun anew: nothing from before compares
             elif times and reading.time_s - times[0] > 1.25 * _HORIZON_S:
                 old = bisect_left(times, reading.time_s - _HORIZON_S)

@@ -40,7 +40,7 @@ class TrainingEnergy:
     """Records what happens on one rank, and gives its time and energy.
 
     Steps follow each other without a gap in the bill: what runs between two of them (`end_step`,
-    `begin_step`) is billed with the later one, but for pauses.
+    `begin_step`) is billed with the later one, except for pauses.
 
     Args:
         now_s: the present instant on the meter's time base.
@@ -71,7 +71,7 @@ class TrainingEnergy:
         self._lap_end: tuple[float, float] | None = None
         #: By phase, steps of warm-ups and stretches of `baseline` that nobody has looked at yet.
         self._warmups: dict[str, list[Window]] = {}
-        #: By phase, those of stretches that were too short, but for their first steps.
+        #: By phase, those of stretches that were too short, except for their first steps.
         self._short: dict[str, list[Window]] = {}
         self._settled = set(baselines)
         #: When the step began whose iteration is still to come; infinite if none has.

@@ -123,7 +123,7 @@ class Executor(Protocol):
         """End a unit, whose work was handed over; returns what becomes true when it has ended."""
 
     def in_wait(self, after_s: float) -> float:
-        """Return so long behind the last unit's end by the host's clock, inf where that means none.
+        """Return `after_s` past the last unit's end by the host's clock, inf where that means none.
 
         Called between two requests, for the clock of a wait and for the next unit's.
         """
@@ -198,7 +198,7 @@ class CudaExecutor(Executor):
 
         The optimizer has mostly stepped since, or the next iteration's units have been handed over,
         and so has the last unit ended. Then the host waits for nothing, which would take away its
-        lead, but for a look at the clock twice a minute.
+        lead, except for a look at the clock twice a minute.
         """
         recorded, begin, starts, ends = self._events, self._begin, self._starts, self._ends
 

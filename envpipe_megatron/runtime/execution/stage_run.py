@@ -307,7 +307,7 @@ class Rehearsal:
         self._work: StageWork | None = None
 
     def of(self, work: StageWork, drop: Callable[[], object]) -> Rehearsal:
-        """Return the work as it is to be executed; `drop` frees what it holds behind an error."""
+        """Return the work as it is to be executed; `drop` frees what it holds after an error."""
         self._work, self._drop = work, drop
         return self
 

@@ -3,7 +3,7 @@
 A job has its phases for each size of its batches. What units cost does not depend on how many there
 are, so one profile serves all; but what a step takes and which clocks are best does. So each number
 of microbatches has a warm-up, which is its baseline, a plan, and the loop that corrects that by
-waits of its own iterations. Its phases wait while iterations of another number run, but for a
+waits of its own iterations. Its phases wait while iterations of another number run, except for a
 profile, whose iterations must follow each other: that is begun anew. Called by `session`.
 """
 
@@ -83,7 +83,7 @@ class Batches:
         #: which budget it has heard.
         self._power_due_s = 0.0
         self._budget_w: float | None = None
-        #: Whether an iteration, or what phases do behind it, has begun and not ended: no other may
+        #: Whether an iteration, or what phases do after it, has begun and not ended: no other may
         #: begin. Whoever runs iterations says so too.
         self.unfinished = False
 

@@ -147,7 +147,7 @@ def run_commands(
         # The step of a window's last iteration is known once another has begun.
         records = [] if command.orders or command.settle else records[-1:]
         for _ in range(command.settle):
-            # But for the timeline, nobody looks at times of their units.
+            # Only the timeline reads the times of their units.
             timed = command.phase is not Phase.STEADY or is_recorded(command.phase, next(steady))
             yield replace(order, times_units=timed)
             if job.state.wishes.power_budget != asked:
@@ -287,7 +287,7 @@ def _power_w(
         usual = steps_s <= HELD_UP * np.nanmedian(steps_s)
         # Those that follow each other are metered together; the last one is never known.
         spans = begins_s[np.flatnonzero(np.diff(usual, prepend=False))].reshape(-1, 2)
-    else:  # something lies behind each iteration
+    else:  # something lies after each iteration
         spans = np.stack([begins_s, begins_s + ends_s], axis=1)
     try:
         windows = [meter.window(*span) for span in spans.tolist()]

@@ -404,5 +404,5 @@ class JobOptions:
         return f"the shortest order{instead}, and clocks stay as they are"
 
 
-#: Of what users give, by the name of the field.
+#: The options that users give, by the name of the field.
 OPTIONS: Mapping[str, Option] = options_in(JobOptions)

@@ -95,7 +95,7 @@ class SessionState:
     #: The user's profile and plan, once they are read.
     given: tuple[Profile, Plan | None] | None = None
     profile: Profile | None = None
-    #: What that was measured on; None if it was read.
+    #: The order that the profile was measured on; None if it was read.
     profiled: Schedule | None = None
     plan: Plan | None = None
     #: Whether batches of several sizes have come.
@@ -177,7 +177,7 @@ class PhaseParts:
         return self.options.num_microbatches
 
     def named(self, text: str) -> str:
-        """Return a text behind the batch's name, if it has one."""
+        """Return a text after the batch's name, if it has one."""
         return f"{self.batch}: {text}" if self.batch else text
 
     def of_batch(self, name: str, num_microbatches: int) -> PhaseParts:
@@ -188,7 +188,7 @@ class PhaseParts:
 
 
 def note(job: PhaseParts, *notes: str) -> None:
-    """Say notes, and have the bill say them behind those of before, each once."""
+    """Say notes, and have the bill say them after those of before, each once."""
     own = tuple(map(job.named, notes))
     kept = (note for note in job.state.notes if note not in own)
     job.state.notes = (*kept, *dict.fromkeys(own))

@@ -148,7 +148,7 @@ def _watched_last(order: IterationOrder, length: int) -> PhaseRun[list[StageReco
 def _closed_loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
     """Run the closed loop, forever: what fails soon is begun anew, each time later.
 
-    The framework's order runs meanwhile. The records are of the warm-up, but for its first
+    The framework's order runs meanwhile. The records are of the warm-up, except for its first
     iteration.
     """
     steady = constant_order(Phase.STEADY, job.schedule, job.top_mhz)
@@ -257,7 +257,7 @@ def adopt_plan(job: PhaseParts, records: Sequence[StageRecord], profile: Profile
 
 def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
     job.say(f"steady: {order.schedule.name}")
-    # But for the timeline nobody looks at times of units, which take half of what is done at them.
+    # Only the timeline reads the times of units, and timing is half of the host's work at a unit.
     untimed = replace(order, times_units=False)
     yield from _compared(job, order)
     for index in count(_COMPARED_ITERATIONS):

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 JOB_FILE = "job.json"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
-#: What is put aside of another job.
+#: Files of another job that are put aside.
 _KEPT = re.compile(r"profile\.(csv|json)|job\.json|plan(-m\d+)?\.json")
 #: Looks at a lock of this job's own, in 95 s: NFS keeps one of a node that died for 90 s.
 _OWN_LOCK_LOOKS, _LOOK_S = 190, 0.5
@@ -100,7 +100,7 @@ class JobFolder:
         self._collectives = collectives
         #: Its lock ends with the process, however that ends, and is no child's.
         self._lock: IO[str] | None = None
-        #: Where they are, and what the bill says of that.
+        #: Where the files are, and what the bill says of that.
         self.path, self.notes = path, tuple[str, ...]()
         looks, taken = _OWN_LOCK_LOOKS, None
         while path is not None and taken is None:

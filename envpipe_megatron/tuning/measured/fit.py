@@ -28,7 +28,7 @@ _LIMITS = np.linspace(1.0, 0.6, 41)
 #: A lower limit must explain the times better by this, or the higher one stays. Without it the same
 #: job loses 3.0 iterations more.
 _CLEARLY_BETTER = 1e-4
-#: So many standard errors are no scatter: there are some hundred comparisons in each window.
+#: This many standard errors are no scatter: there are some hundred comparisons in each window.
 #: With two, a job with scatter whose clock is stuck saves 1.1 points less.
 _SURELY = 4.5
 #: Ratios to what was known that differ by less are alike at any scatter.

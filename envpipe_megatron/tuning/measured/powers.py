@@ -21,7 +21,7 @@ from scipy.optimize import nnls
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 
-#: What drivers' counters count in (mJ).
+#: The step of drivers' counters, which count mJ.
 RESOLUTION_J = 1e-3
 
 #: Nodes of the clock at which sums have powers, and the lowest as a share of the highest

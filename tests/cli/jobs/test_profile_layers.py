@@ -1,5 +1,6 @@
 """`envpipe profile --layers`: which jobs it starts, and what becomes of what they leave."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from commands import run
 
 from envpipe_megatron.gpu.registry import VISIBLE_VARIABLE
-from envpipe_megatron.search.layer_file import layers_text, links_text, read_layers
+from envpipe_megatron.search.layer_file import layers_text, read_layers
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob, add_measures
 from envpipe_megatron.search.layer_profile import (
     AllReduce,
@@ -39,8 +40,7 @@ class Jobs:
     def run(self, words: list[str], environment: dict[str, str], _signals: object) -> int:
         self.words.append(words)
         if JOB_VARIABLE not in environment:
-            (Path(words[-1]) / "links.json").write_text(links_text(LINKS))
-            (Path(words[-1]) / "speeds.json").write_text("[640.0, 608.0]")
+            Path(words[-1]).write_bytes(pickle.dumps((LINKS, [640.0, 608.0])))
             return 0
         self.visible.append(environment.get(VISIBLE_VARIABLE, "all"))
         job = LayerJob.of_text(environment[JOB_VARIABLE])

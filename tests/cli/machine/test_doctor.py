@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 from commands import run_well
@@ -91,14 +89,12 @@ def test_good_packages(packages):
     packages.add("torch", torch_of("12.8"))
     packages.add("megatron", megatron_core((0, 19, 0)))
     packages.add("deepspeed", (), "deepspeed", "0.19.8")
-    packages.distribution("nvidia_ml_py", "13.580")
     packages.distribution("cuda_bindings", "13.0.3")
     packages.distribution("nvidia_resiliency_ext", "0.4.1")
     found = packages.look((12, 4))  # a driver runs every CUDA of its major version
     assert_check(found["torch"], True, "2.11.0", "built for CUDA 12.8", "driver runs CUDA 12.4")
     assert_check(found["megatron-core"], True, "0.19.0")
     assert_check(found["DeepSpeed"], True, "0.19.8")
-    assert_check(found["nvidia-ml-py"], True, "13.580")
     assert_check(found["cuda-bindings"], True, "13.0.3")
     assert_check(found["watchers"], True, "nvidia-resiliency-ext 0.4.1", "docs/do/operators.md")
 
@@ -106,12 +102,9 @@ def test_good_packages(packages):
 def test_packages_that_will_not_do(packages):
     packages.add("torch", torch_of("13.0"))
     packages.add("megatron", megatron_core((0, 15, 3)))
-    packages.distribution("pynvml", "11.5.3")
-    packages.distribution("nvidia_ml_py", "13.580")
     found = packages.look((12, 4))
     assert_check(found["torch"], False, "driver runs CUDA 12.4", "newer driver")
     assert_check(found["megatron-core"], False, "0.15.3", "Megatron-LM core_v0.16.1, Megatron-LM c")
-    assert_check(found["nvidia-ml-py"], False, "pynvml 11.5.3", "pip uninstall pynvml")
     if version_of("cuda-bindings") is None:  # CUDA builds of torch bring it
         assert_check(found["cuda-bindings"], False, "not installed", "kernels that wait slow units")
 
@@ -121,18 +114,15 @@ def test_broken_packages_are_a_no_and_stop_nothing(packages):
     (packages.add("megatron") / "core").mkdir()
     (packages.folder / "megatron" / "core" / "package_info.py").write_bytes(b"\xff\xfe")
     found = packages.look()
-    assert len(found) == 6
+    assert len(found) == 5
     for name in ("torch", "megatron-core"):
         assert_check(found[name], False, "could not be looked at: SyntaxError")
 
 
-def test_a_torch_without_cuda_and_a_pynvml_of_unknown_version(packages):
+def test_a_torch_without_cuda(packages):
     packages.add("torch", torch_of(None))
-    packages.distribution("pynvml", "dev")
-    packages.distribution("nvidia_ml_py", "13.580")
     found = packages.look()
     assert_check(found["torch"], False, "without CUDA", "quickstart", "CUDA build")
-    assert_check(found["nvidia-ml-py"], False, "pynvml dev", "pip uninstall pynvml")
 
 
 @pytest.mark.parametrize(
@@ -149,14 +139,6 @@ def test_versions_of_deepspeed(monkeypatch, version, ok):
     monkeypatch.setattr(doctor, "version_of", lambda name: version)
     remedy = "DS_BUILD_OPS=0 pip install 'deepspeed>=0.19.6,<0.20'"
     assert doctor._deepspeed() == (ok, version, remedy)
-
-
-@pytest.mark.parametrize(("version", "ok"), [("12.570.86", True), ("11.525.150", False)])
-def test_versions_of_nvidia_ml_py(packages, version, ok):
-    packages.distribution("nvidia_ml_py", version)
-    assert_check(packages.look()["nvidia-ml-py"], ok, version, *[doctor.NVIDIA_ML_PY] * (not ok))
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert doctor.NVIDIA_ML_PY in project["dependencies"]
 
 
 @pytest.fixture

@@ -86,11 +86,20 @@ def test_without_any_blocking_power_it_is_0_and_standard_error_warns(profile_pat
     assert envpipe(*wanted, "--blocking-power", 0).stderr == ""  # 0 was asked for
 
 
-def test_every_command_has_help_with_an_example():
-    for name in main.commands:
-        result = run_well(name, "--help")
-        assert "Example:" in result.stdout, name
-        assert f"envpipe {name}" in result.stdout, name
+def _parts(name):
+    return getattr(main.commands[name], "commands", ())
+
+
+def test_every_command_has_help_with_an_example_that_a_shell_takes_as_it_is():
+    nested = [(name, part) for name in main.commands for part in _parts(name)]
+    for words in [*((name,) for name in main.commands), *nested]:
+        printed = run_well(*words, "--help").stdout
+        assert "Example:" in printed, words
+        example = printed.split("Example:")[1].split("\nOptions:")[0].replace("\\\n", " ")
+        lines = [line.strip() for line in example.splitlines() if line.strip()]
+        begun = [line.startswith((" ".join(("envpipe", *words)), "#")) for line in lines]
+        assert begun, words
+        assert all(begun), lines  # a line that was broken would be a command of its own
     overview = run_well("--help").stdout
     assert all(name in overview for name in ("plan", "simulate", "quickstart"))
     assert run_well("-h").stdout == overview

@@ -160,12 +160,11 @@ def test_power_is_instantaneous(fake_nvml_node, model, reader):
     node.use_here()
     gpu = NvmlGpu(node.uuids[0])
     gpu.lock_frequency(1200)
-    before = len(node.history())
-    assert gpu.power_w == 50 + 0.125 * 1200
-    assert node.history()[-1].function == f"nvmlDeviceGet{reader}"
-    assert gpu.power_w == 200.0
-    # The field is asked for once where there is none.
-    assert len(node.history()) - before == (2 if model == "h200" else 3)
+    for lacks_for_once in (False, model == "h200", False):
+        node.set_fault(node.uuids[0], "no_instant_power", lacks_for_once or model == "a100")
+        assert gpu.power_w == 50 + 0.125 * 1200
+        wanted = "PowerUsage" if lacks_for_once else reader
+        assert node.history()[-1].function == f"nvmlDeviceGet{wanted}"
 
 
 def test_energy_of_a_window_is_power_times_time(node):

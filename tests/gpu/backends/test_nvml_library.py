@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pynvml
 import pytest
@@ -53,6 +55,23 @@ def test_no_such_gpu(node, uid):
     if not uid.startswith("GPU-"):
         with pytest.raises(GpuError, match="clocks show"):
             open_gpu(GpuAddress("none", uid))
+
+
+def test_an_old_package_with_a_module_of_the_same_name_is_told_apart(node, tmp_path):
+    (tmp_path / "pynvml").mkdir()  # a package goes before a module of its name
+    (tmp_path / "pynvml" / "__init__.py").write_text("NVML_SUCCESS = 0")
+    ran = subprocess.run(
+        [sys.executable, "-m", "envpipe_megatron.cli", "clocks", "show"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert "pip uninstall pynvml" in ran.stderr
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    needed = next(each for each in project["dependencies"] if each.startswith("nvidia-ml-py"))
+    assert f"'{needed}'" in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 def test_no_library(tmp_path):

@@ -16,6 +16,7 @@ from lease_helpers import (
     undo_stale,
 )
 
+from envpipe_megatron.gpu import site
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard import lease as lease_module
 from envpipe_megatron.gpu.guard import lease_file
@@ -95,6 +96,30 @@ def test_a_strangers_folder_is_refused(folder, gpu, monkeypatch):
     if os.geteuid() == 0:  # whose folder is trusted by everybody
         os.chown(folder, 12345, 12345)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(LeaseFolderError, match="stranger"):
+        take(gpu.address)
+
+
+@needs_root
+@pytest.mark.parametrize("inside", [True, False])
+def test_in_a_user_namespace_the_folder_of_the_machines_root_is_trusted(
+    folder, gpu, monkeypatch, inside
+):
+    """It shows as nobody's, as where it is mounted into a rootless container."""
+    monkeypatch.setattr(site, "in_user_namespace", lambda: inside)
+    monkeypatch.setattr(lease_file, "OWN_FOLDERS", folder.parent)
+    folder.mkdir()
+    folder.chmod(0o1777)
+    of_a_user = folder.parent / "envpipe-leases-54321"
+    of_a_user.mkdir(mode=0o700)
+    for path in (folder, of_a_user):
+        os.chown(path, 65534, 65534)
+    if inside:
+        take(gpu.address).release()
+    else:
+        with pytest.raises(LeaseFolderError, match="stranger"):
+            take(gpu.address)
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(of_a_user))
     with pytest.raises(LeaseFolderError, match="stranger"):
         take(gpu.address)
 

@@ -70,6 +70,12 @@ EXPORT int nvmlDeviceGetUUID(Device device, char *uuid, unsigned size) {
     return told(call, "nvmlDeviceGetUUID");
 }
 
+EXPORT int nvmlDeviceGetIndex(Device device, unsigned *index) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) *index = (unsigned)listed_before(call.gpu);
+    return told(call, "nvmlDeviceGetIndex");
+}
+
 EXPORT int nvmlDeviceGetName(Device device, char *name, unsigned size) {
     struct Call call = begin(device);
     if (call.result == SUCCESS) call.result = copy_text(name, size, call.gpu->name);

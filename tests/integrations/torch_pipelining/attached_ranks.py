@@ -301,6 +301,27 @@ def wrap_behind_attach(rank: int, case: Case, root: Path) -> Sequence[str]:
     return notes
 
 
+def look_at_memory(rank: int, case: Case, root: Path) -> list[str]:
+    """What a job does with memory in its first step."""
+    emulate(rank, case, root)
+    schedule, _ = make(case, rank, dist.get_world_size())
+    events = list[str]()
+    pipeline = attach(schedule, say=lambda text: None)
+
+    def look(*graph: object) -> str:
+        events.append("looked")
+        return "memory has no room"
+
+    with (
+        patch.object(torch.cuda, "empty_cache", lambda: events.append("emptied")),
+        patch.object(units, "_reason_of_graph", look),
+    ):
+        for _ in range(2):
+            step_of_ones(schedule, case, rank)
+    pipeline.end_training()
+    return events
+
+
 def run_orders(
     rank: int, case: Case, tables: Sequence[Schedule], refused: bool = False
 ) -> list[list[bytes]]:

@@ -1,6 +1,7 @@
 """What is found out of a stage's backward before it is split."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -175,6 +176,9 @@ def test_without_memory_no_part_is_run(monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(units, "_free_bytes", lambda device: 2 * stage.submod.weight.nbytes)
         assert seen_reason(stage, 0, None, str) == "memory has no room to try it in two parts"
+    with monkeypatch.context() as taken:  # by another process, since the driver was asked
+        taken.setattr(torch, "empty", Mock(side_effect=torch.OutOfMemoryError))
+        assert "OutOfMemoryError" in seen_reason(stage, 0, None, str)
     assert seen_reason(stage, 0, None, lambda why: "another rank has none") == (
         "another rank has none"
     )

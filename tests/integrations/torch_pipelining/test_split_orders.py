@@ -103,6 +103,12 @@ def test_stages_that_are_wrapped_behind_attach_keep_backwards_whole(two_ranks, t
         assert "with DistributedDataParallel" in " ".join(notes)
 
 
+def test_a_trial_finds_what_the_allocator_had_cached(two_ranks, tmp_path):
+    """As behind a checkpoint that was loaded: the driver is asked what is free."""
+    first, last = two_ranks.run(attached_ranks.look_at_memory, Case("Schedule1F1B"), tmp_path)
+    assert (first, last) == (["emptied"], ["emptied", "looked"])
+
+
 @pytest.mark.parametrize("full", [None, 3])
 def test_ranks_of_a_stage_try_parts_together_or_not_at_all(trained, full):
     """One that lacks memory would leave the other waiting for its gradients."""

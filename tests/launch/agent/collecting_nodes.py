@@ -68,8 +68,13 @@ class Agent:
             await asyncio.sleep(0.001)
         return self.uplink.failure
 
+    async def hang_up(self) -> None:
+        if self.uplink._task is not None:
+            self.uplink._task.cancel()
+            await asyncio.wait([self.uplink._task])
+
     async def close(self) -> None:
-        await self.uplink.close()
+        await self.hang_up()
         self.log.close()
 
 

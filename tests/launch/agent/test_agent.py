@@ -34,6 +34,10 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.002)
 
 
+def ranks_have_ended(agent: NodeAgent) -> None:
+    until(lambda: not agent.connected())
+
+
 def lines(agent: NodeAgent) -> list[dict[str, Any]]:
     return [json.loads(line) for line in agent.log.path.read_text().splitlines()]
 
@@ -53,13 +57,12 @@ def test_a_rank_from_hello_to_bye(nodes):
     assert agent.connected() == [f"process {os.getpid()}"]
     rank.say_hello()
     assert agent.connected() == ["rank 0"]
-    assert not agent.wait_until_none_is_connected(0.05)
     send(rank.connection, {"op": "job", "facts": {"num_gpus": 1}})
     gpu.advance_to(gpu.time_s() + 0.35)
     for iteration in range(3):
         rank.train(iteration)
     rank.bye()
-    assert agent.wait_until_none_is_connected(LONG_S)
+    ranks_have_ended(agent)
     assert agent.finish(0, 0.0) == []
     assert kinds(agent) == ["begun", "job", "between", *["steady"] * 3, "ended"]
     made = bill(agent)
@@ -82,7 +85,7 @@ def test_a_rank_that_starts_again_goes_on_where_the_bill_ended(nodes):
         rank = nodes.rank(agent, gpu, start).say_hello()
         rank.train(start)
         rank.connection.close()
-        assert agent.wait_until_none_is_connected(LONG_S)
+        ranks_have_ended(agent)
         gpu.advance_to(gpu.time_s() + 1.0)
     agent.finish(0, 0.0)
     assert len(agent.gpus.ledgers()) == 1
@@ -114,7 +117,7 @@ def test_a_rank_that_talks_nonsense_is_hung_up_on_and_billed(nodes, data, caplog
     assert mad.is_hung_up()
     sane.train(0)
     sane.bye()
-    assert agent.wait_until_none_is_connected(LONG_S)
+    ranks_have_ended(agent)
     assert caplog.text.count("rank 0: ") == 1
     assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(*gpus), rel=1e-12)
     assert "never retrieved" not in caplog.text
@@ -125,7 +128,7 @@ def test_what_a_rank_says_before_hello_is_not_taken(nodes, caplog):
     rank = nodes.rank(agent, gpu)
     rank.train(0)
     assert rank.is_hung_up()
-    assert agent.wait_until_none_is_connected(LONG_S)
+    ranks_have_ended(agent)
     assert kinds(agent) == ["begun"]
     assert agent.gpus.ledgers() == []
 
@@ -137,7 +140,7 @@ def test_a_rank_whose_gpu_cannot_be_billed_is_told_so(nodes, bad, caplog):
     rank = nodes.rank(agent, gpu)
     send(rank.connection, rank.hello(**bad))
     assert rank.is_hung_up()
-    assert agent.wait_until_none_is_connected(LONG_S)
+    ranks_have_ended(agent)
     assert "Error" in caplog.text
     nodes.rank(agent, gpu).say_hello().bye()
 
@@ -217,7 +220,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_its_energy_is_billed_late
         until(lambda written=2 * times - 2: len(lines(agent)) > written)
         assert caplog.text.count("cannot take a line") == times
     rank.bye()
-    assert agent.wait_until_none_is_connected(LONG_S)
+    ranks_have_ended(agent)
     assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
 
 
@@ -248,7 +251,7 @@ def test_a_disk_that_hangs_for_three_minutes_costs_no_joule_and_holds_no_rank_up
     goes_on.set()
     rank.connection.settimeout(LONG_S)
     rank.bye()
-    assert agent.wait_until_none_is_connected(LONG_S)
+    ranks_have_ended(agent)
     made = bill(agent)
     assert made.num_iterations == 181 - lost
     assert made.total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
@@ -358,7 +361,7 @@ def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
             rank.train(iteration)
         rank.bye()
     for agent in (a, b):
-        assert agent.wait_until_none_is_connected(LONG_S)
+        ranks_have_ended(agent)
     until(lambda: a.bill.snapshot().total().energy_j > 0)
     assert b.finish(0, LONG_S) == []
     assert a.finish(0, LONG_S) == []
@@ -394,7 +397,7 @@ def test_a_bill_that_the_own_nodes_lines_do_not_reach_is_incomplete(nodes):
     send(rank.connection, {"op": "send_to", "endpoint": {**endpoint, "port": 1}})  # nobody's
     rank.train(0)
     rank.bye()
-    assert agent.wait_until_none_is_connected(LONG_S)
+    ranks_have_ended(agent)
     assert agent.finish(0, 0.05) == ["a"]
     assert [reason.split(" was lost")[0] for reason in agent.bill.missing()] == ["a"]
 
@@ -406,7 +409,7 @@ def test_a_log_that_another_host_of_its_nfs_deletes_costs_no_bill(nodes, monkeyp
         rank.train(0)
         rank.bye()
     for agent in (a, b):
-        assert agent.wait_until_none_is_connected(LONG_S)
+        ranks_have_ended(agent)
         until(agent.uplink.knows_all)
     assert a.bill is not None
     known = a.bill.snapshot().total()
@@ -427,7 +430,7 @@ def test_where_the_job_goes_on_with_another_rank_0_one_agent_has_the_bill(nodes)
             rank.train(0)
             rank.bye()
         for agent in (a, b):
-            assert agent.wait_until_none_is_connected(LONG_S)
+            ranks_have_ended(agent)
         assert first.bill is not None
         assert second.bill is None
         if first is a:

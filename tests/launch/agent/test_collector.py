@@ -123,7 +123,7 @@ async def test_two_agents_of_one_name_are_not_mixed_up(tmp_path):
         one.append(0, 3)
         await one.is_known()
         assert_is_the_files_bill(collector.bill, one)
-        await one.uplink.close()  # it was this node after all, whose disk was replaced
+        await one.hang_up()  # it was this node after all, whose disk was replaced
         await other.is_known()
         assert other.uplink.failure == ""
 

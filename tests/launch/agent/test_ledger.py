@@ -240,6 +240,15 @@ def test_a_counter_that_goes_back_loses_what_it_had_counted(caplog):
     assert bills.ledger.energy_j == pytest.approx(210)
 
 
+def test_a_single_wrong_reading_is_not_billed(caplog):
+    bills = Billed(counter_j=lambda time_s: (time_s < 7.25 or time_s > 7.75) * (1e9 + 100 * time_s))
+    bills.take(5.0, 6.0)
+    bills.take(7.5, 7.6)
+    bills.take(8.0, 9.0)
+    assert [line["energy_j"] for line in bills.lines] == pytest.approx([100, 0, 100])
+    assert caplog.text.count("went back or leapt") == 2
+
+
 def test_readings_at_instants_that_are_not_exact_are_no_counter_that_went_back(bills, caplog):
     """The end of a window was taken a little late, the reading behind it a little early."""
     end_j = uneven_j(6.0)

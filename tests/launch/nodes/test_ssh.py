@@ -5,7 +5,9 @@ import os
 import select
 import shlex
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -206,19 +208,21 @@ def test_a_second_interrupt_kills_at_once(witness):
 
 def test_a_node_that_does_not_end_is_killed_after_the_grace(witness):
     nodes = {"good": witness.holding(WAITS), "stays": witness.holding(DEAF)}
-    with Launcher(nodes, grace_s=1) as launcher:
+    with Launcher(nodes, grace_s=5) as launcher:  # a good one's end may take seconds under load
         launcher.wait_for("[good] ready", "[stays] ready")
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.end() == 128 + signal.SIGTERM
-        assert "stays did not end within 1 s" in launcher.messages
+        assert "stays did not end within 5 s" in launcher.messages
         assert "good did not" not in launcher.messages
         assert "[good] bye\n" in launcher.output
 
 
 def test_a_node_is_over_although_something_it_left_keeps_its_pipes(go):
-    with Launcher({"one": sh(f"({go.waits}) & echo end")}, last_grace_s=0.05) as launcher:
-        assert launcher.end() == 0
-        assert launcher.output == "[one] end\n"
+    script = f"({go.waits}) </dev/null & echo end; cat"
+    with Launcher({"one": sh(script)}, last_grace_s=0.05) as launcher:
+        launcher.wait_for("[one] end\n")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 128 + signal.SIGTERM
         go.now()
 
 
@@ -242,6 +246,24 @@ def test_a_client_that_cannot_be_started_stops_the_others(tmp_path, witness):
         assert launcher.end() == 1
         assert "two could not be started: " in launcher.messages
         assert missing in launcher.messages
+
+
+@pytest.mark.parametrize("started", range(4))
+def test_threads_that_cannot_be_started(monkeypatch, capfd, witness, started):
+    """The job waited forever for a node of which nobody heard."""
+    start, left = threading.Thread.start, iter(range(started))
+
+    def limited(thread):
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    nodes = {"one": witness.holding(WAITS), "two": witness.holding(WAITS)}
+    assert run_nodes(nodes) == 1
+    assert (
+        f"{'two' if started == 3 else 'one'} could not be started: can't" in capfd.readouterr().err
+    )
 
 
 # The command
@@ -314,6 +336,26 @@ def test_two_hosts_from_the_command_line_to_the_end(ssh, tmp_path, monkeypatch):
 def over_ssh(ssh, host, python):
     where = Host(host, 1, "hosts:1")
     return list(ssh_command(ssh, where, [], python=python, folder=Path("/"), environ={}))
+
+
+def test_a_launcher_without_an_output(tmp_path):
+    """As by `>&-`: no node was heard of again."""
+    hosts, ssh = tmp_path / "hosts", program(tmp_path / "ssh", "#!/bin/sh\necho said; exit 3\n")
+    hosts.write_text("one slots=1\n")
+    words = [
+        sys.executable,
+        "-m",
+        "envpipe_megatron.cli",
+        "launch",
+        "--hostfile",
+        hosts,
+        "--ssh",
+        ssh,
+    ]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *words, "train.py"]
+    ended = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=LONG_S, check=False)
+    assert ended.returncode == 3
+    assert "one failed, exit status 3" in ended.stderr
 
 
 @pytest.fixture

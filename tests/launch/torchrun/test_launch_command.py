@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_helpers import run, run_badly, run_well
+from launch_helpers import needs_shutdown_timeout, run, run_badly, run_well
 
 from envpipe_megatron.cli.jobs.launch import launch
 from envpipe_megatron.launch.node import TORCHRUN, NodeSettings
@@ -150,6 +150,7 @@ def test_what_is_no_file_of_a_script_is_left_to_python(started, words):
 # --hostfile
 
 
+@needs_shutdown_timeout
 def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path, hosts):
     monkeypatch.chdir(tmp_path)
     run_well(

@@ -200,6 +200,18 @@ def test_several_nodes_must_know_each_other(missing):
     assert "2 nodes" in message
 
 
+@pytest.mark.parametrize("words", [[], ["--nnodes=1"], ["--nnodes", "1:1"]])
+def test_one_node_is_not_looked_for_at_a_place_among_others(words):
+    """Batch systems set it: the job ended, or waited a quarter of an hour for another node."""
+    place = {"NODE_RANK": "3", "MASTER_ADDR": "first", "MASTER_PORT": "29511"}
+    plan = here(*words, "train.py", **place)
+    assert origins(plan).keys() == {"--nproc-per-node", "--master-port"}
+    assert plan.read.node_rank == 0
+    own = on_hosts("train.py", hosts=HOSTS[:1], **place)[0].read
+    assert (own.node_rank, own.master_addr) == (0, "one")
+    assert here(*words, "train.py", PET_MASTER_ADDR="own", **place).read.master_addr == "own"
+
+
 # The rendezvous
 
 

@@ -134,3 +134,21 @@ def test_late_plans_with_a_dwell_time_are_made_faster_where_no_other_is_in_time(
     assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
     assert shortest_dwell_s(plan) >= 2 * unit_s * (1 - 1e-9)
     assert plan.cost.energy_j < 1.2 * plan.energy_lower_bound_j
+
+
+def test_runs_that_are_found_several_ways_are_searched_once(monkeypatch):
+    """One stage at two clocks: all ways to begin lead to the same runs."""
+    divided = []
+    as_before = RunSearch._divided
+    monkeypatch.setattr(
+        RunSearch, "_divided", lambda *args: divided.append(args[1]) or as_before(*args)
+    )
+    rows = [
+        (0, kind, ProfileRow(clock, 1e3 / clock, clock / 20))
+        for kind in WHOLE
+        for clock in (1000, 900)
+    ]
+    profile = make_profile(rows, source="two clocks")
+    plan = Optimizer(builders.one_f_one_b(1, 3), profile, Conditions((20.0,))).plan(10.0, 20.0)
+    assert (plan.frequency_mhz == 900).all()
+    assert len(divided) == 2  # those runs, and the best of what was divided

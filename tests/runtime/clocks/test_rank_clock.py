@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_gpu import FakeGpu, ServedPage, pages_go  # noqa: F401 - a fixture
 
 from envpipe_megatron.formats.energy import IDLE
@@ -66,6 +67,20 @@ def ask(clock: RankClock, *frequencies: int) -> None:
     for frequency in frequencies:
         clock.request(frequency)
         clock.wait_idle()
+
+
+@pytest.mark.parametrize(("on_stream", "waits"), [(True, False), (False, True)])
+def test_units_of_a_gpu_that_is_only_read_are_waited_for_where_time_is_emulated(
+    guard, gpu, monkeypatch, on_stream, waits
+):
+    """Else each unit of a job without rights would be timed for weeks, and nobody looks."""
+    monkeypatch.setattr(FakeGpu, "read_only", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_stream)
+    clock = RankClock(gpu)
+    assert clock.waits == waits
+    clock.request(1000)
+    clock.close()
+    assert gpu.history == []
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,20 @@ def test_a_counter_that_goes_back_begins_anew(gpu, meter):
     meter.close()
 
 
+@pytest.mark.parametrize("wrong_j", [0.0, 1e9])
+def test_a_single_wrong_reading_is_in_no_window(gpu, meter, wrong_j):
+    gpu.counter_j = lambda time_s: 1e6 + 100 * time_s
+    at(meter, gpu, *np.arange(0.1, 1.95, 0.1))
+    gpu.counter_j = lambda time_s: wrong_j
+    at(meter, gpu, 2.0)
+    gpu.counter_j = lambda time_s: 1e6 + 100 * time_s
+    at(meter, gpu, *np.arange(2.1, 4.05, 0.1))
+    for start_s, end_s in [(1.0, 3.0), (1.9, 2.0), (2.0, 3.0)]:
+        with pytest.raises(MeterError, match=r"leapt.*known from 2\.1"):
+            meter.window(start_s, end_s)
+    assert meter.window(2.1, 3.1).energy_j == pytest.approx(100)
+
+
 def test_a_counter_that_goes_back_while_a_window_is_looked_at_spoils_it(gpu, meter):
     """One call of `window` reads from the process that reads the counter more than once."""
     at(meter, gpu, *np.arange(0.1, 2.05, 0.1))
