@@ -240,8 +240,8 @@ def _of_present_job(folder: RunFolder, starts: tuple[str, ...]) -> tuple[RunFold
 
     Returns the number of lines that were left out, too. `job.json` has the starts of a job that
     sets clocks, the last one last: it is the present job if no line is of a later start. Lines
-    whose run names no start are kept. Of several names of runs, which no job of one folder has,
-    those of the last line.
+    whose run names no start are kept. Where runs have several names, as those of
+    several jobs, the last line's are kept.
     """
     timelines, energy = folder.timelines, folder.energy
     runs = [read.labels.run for read in timelines.iterations]
