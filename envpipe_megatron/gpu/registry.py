@@ -170,7 +170,7 @@ def _added() -> dict[str, EntryPoint]:
 
 
 def hardware_backends() -> tuple[str, ...]:
-    """Return the names of those that change real clocks, in the order in which `auto` tries them.
+    """Return names of back ends that change real clocks, in the order in which `auto` tries them.
 
     A back end of another package counts as one.
     """

@@ -119,7 +119,8 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
             else:
                 billing.join(2 * _OTHERS_END_S + _DISK_S)
         if billing.is_alive():
-            logger.error("There is no bill: the disk of %s hangs", settings.output_dir)
+            why = "There is no bill: the disk of %s, or who reads what is printed, does not answer"
+            logger.error(why, settings.output_dir)
         else:
             report.show()
     return code
