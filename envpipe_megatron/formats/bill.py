@@ -228,7 +228,7 @@ class Bill:
 
     @property
     def has_one_batch(self) -> bool:
-        """True if batches of one size, of as many tokens, are all that is known."""
+        """True if all batches that are known have one size, and as many tokens."""
         other = any(split_phase(phase)[1] for _, _, phase, _ in self.phases)
         return self._one_batch and not other
 

@@ -179,7 +179,7 @@ class EnergyWindow:
         return max(0, last - first + 1)
 
     def line(self) -> dict[str, Any]:
-        """Return it as the JSON object of a line, without what it does not say."""
+        """Return the JSON object of the window's line, without what is not known."""
         said: dict[str, Any] = {"format": ENERGY_FORMAT}
         said |= {name: getattr(self, name) for name in _READERS}
         said |= zip(SHARES, self.shares_s or (None,) * len(SHARES), strict=True)

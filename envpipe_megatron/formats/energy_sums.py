@@ -79,7 +79,7 @@ class EnergySums:
         return replace(self, step_s=copy.copy(self.step_s), compared=copy.copy(self.compared))
 
     def window(self, begin_s: float, first_iteration: int | None) -> EnergyWindow:
-        """Return all of one GPU and phase as one window, from that instant and iteration on."""
+        """Return the sums of one GPU and phase as a window, from that instant and iteration on."""
         assert self.last is not None
         error_j, shares_s = self.energy_uncertainty_j, self.known_shares_s
         place: dict[str, Any] = {}

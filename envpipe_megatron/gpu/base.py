@@ -38,12 +38,8 @@ class GpuError(EnvPipeError):
     """A GPU, real or emulated, cannot do what was requested."""
 
 
-class ClockControlForbiddenError(GpuError):
-    """The environment forbids every call that changes a real GPU."""
-
-
 class GpuPermissionError(GpuError):
-    """This process has no right to do it; another back end or user may."""
+    """This process may not do it; another back end or user may, or where nothing forbids it."""
 
 
 class GpuNotSupportedError(GpuError):
@@ -185,7 +181,7 @@ class Gpu(ABC):
         """Request that the SM clock be `frequency_mhz` from now on.
 
         Returning means that the request is installed: the clock settles later, and a power cap may
-        keep it lower. Raises ClockControlForbiddenError for a real GPU while the environment
+        keep it lower. Raises GpuPermissionError for a real GPU while the environment
         forbids clock control, GpuError for a clock that is not supported or if the back end
         fails.
         """
@@ -212,7 +208,7 @@ class Gpu(ABC):
     def _refuse_if_forbidden(self, action: str) -> None:
         # Read at every call: a process may get the variable after it has made its GPU objects.
         if self.drives_hardware and clock_control_forbidden():
-            raise ClockControlForbiddenError(
+            raise GpuPermissionError(
                 f"Refused to {action} on {self.name}: {FORBID_VARIABLE} is set",
                 value=os.environ[FORBID_VARIABLE],
                 remedy=f"Unset {FORBID_VARIABLE}, or use the dry_run or emulated back end",

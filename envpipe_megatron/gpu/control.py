@@ -93,26 +93,26 @@ def check_controls(site: SiteConfig, uid: str | None = None) -> tuple[Control, .
             raise GpuError(
                 f"{FORBID_VARIABLE} is set", remedy=f"Unset {FORBID_VARIABLE} where you may"
             )
-        devices = _controllable_gpus(uid)
+        devices = [look_at(uid).device()] if uid else _controllable_gpus()
     except GpuError as error:
         return tuple(_refused(name, error) for name in order)
     return tuple(_check(name, name in allowed, site, devices) for name in order)
 
 
-def _controllable_gpus(uid: str | None) -> list[Device]:
-    """Return a GPU, or of all of this machine those, whose clocks a user with rights can change."""
+def _controllable_gpus() -> list[Device]:
+    """Return this machine's GPUs whose clocks a user with rights can change."""
     found: list[Device] = []
     obstacles: list[GpuError] = []
-    for each in [uid] if uid else [device.uid for device in list_gpus()]:
+    for device in list_gpus():
         try:
-            gpu = look_at(each)
-            if (obstacle := gpu.obstacle()) is None:
-                found.append(gpu.device())
-                continue
+            obstacle = look_at(device.uid).obstacle()
         except GpuError as error:  # a card for displays, for example, lists no clocks
             obstacle = error
-        obstacles.append(obstacle)
-        _LOG.debug("GPU %s cannot be controlled: %s", each, obstacle)
+        if obstacle is None:
+            found.append(device)
+        else:
+            obstacles.append(obstacle)
+            _LOG.debug("GPU %d cannot be controlled: %s", device.index, obstacle)
     if found:
         return found
     if obstacles:

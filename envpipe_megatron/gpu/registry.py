@@ -62,7 +62,7 @@ class Device:
     """A GPU of this node, as its vendor's library lists it now.
 
     `index` is the library's, for people and for commands that know no other name: it may be
-    another one after a reset or a reboot. `cuda_uuid` is the name that torch gives it.
+    another one after a reset or a reboot.
     """
 
     backend: str
@@ -70,7 +70,6 @@ class Device:
     uid: str
     name: str
     pci_bus_id: str
-    cuda_uuid: str
 
     @property
     def address(self) -> GpuAddress:
@@ -137,10 +136,7 @@ class VendorGpu(Gpu):
 
     @classmethod
     def uid_of_cuda_device(cls, uuid: str) -> str | None:
-        """Return the uid of the GPU that torch names so; None if the vendor has none."""
-        for device in cls.list_gpus():
-            if uuid.lower() in (device.cuda_uuid.lower(), device.uid.lower()):
-                return device.uid
+        """Return the uid of the GPU that torch names so; by default None: it has none."""
         return None
 
     def device(self) -> Device:
@@ -174,7 +170,7 @@ def _added() -> dict[str, EntryPoint]:
 
 
 def hardware_backends() -> tuple[str, ...]:
-    """Return the names of those that change real clocks, in the order in which `auto` tries them.
+    """Return names of back ends that change real clocks, in the order in which `auto` tries them.
 
     A back end of another package counts as one.
     """

@@ -348,7 +348,7 @@ def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str,
 def divided(arguments: Sequence[str], *more: str) -> tuple[dict[str, object], list[str]]:
     """Return EnvPipe's settings by name, and what else a command line has.
 
-    That has flags of a framework's that are named `more`, which may begin as EnvPipe's do.
+    Flags that `more` names are the framework's, though they may begin as EnvPipe's do.
 
     Raises JobError for an option that EnvPipe does not have, or a value that it cannot have.
     """

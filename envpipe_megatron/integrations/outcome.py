@@ -65,7 +65,7 @@ class Outcome:
         return next(differ, None)
 
     def noise(self, again: Outcome) -> float:
-        """Return the median of differences from another run, of what differs, as shares of size."""
+        """Return the median difference of what differs in another run, as a share of its size."""
         shares = [
             float((own - again.samples[name]).norm() / own.norm())
             for name, own in self.samples.items()

@@ -13,7 +13,7 @@ priced at the cap: there the search is a heuristic, whose result is checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -66,7 +66,12 @@ def plan_frontier(
     for deadline_s, optimizer in zip(deadlines.tolist(), ranked, strict=True):
         with suppress(LinearProgramError):  # late clocks and dwell times take time of their own
             plans.append(optimizer.plan(deadline_s, min_dwell_s))
-    return pareto(plans or [ranked[-1].plan(ranked[-1].no_deadline_s, min_dwell_s)])
+    plans = plans or [ranked[-1].plan(ranked[-1].no_deadline_s, min_dwell_s)]
+    kept: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (p.cost.iteration_time_s, p.cost.energy_j)):
+        if not kept or plan.cost.energy_j < kept[-1].cost.energy_j:
+            kept.append(plan)
+    return kept
 
 
 def _relaxed_energies(optimizers: Sequence[Optimizer], deadlines: FloatArray) -> FloatArray:
@@ -86,15 +91,6 @@ def _relaxed_energies(optimizers: Sequence[Optimizer], deadlines: FloatArray) ->
         known = [optimizer.relaxed(float(deadlines[i])).cost_j for i in at]
         energy[order, meets] = np.interp(deadlines[meets], deadlines[at], known)
     return energy
-
-
-def pareto(plans: Iterable[Plan]) -> list[Plan]:
-    """Leave out plans that another beats in both time and energy; the fastest come first."""
-    kept: list[Plan] = []
-    for plan in sorted(plans, key=lambda p: (p.cost.iteration_time_s, p.cost.energy_j)):
-        if not kept or plan.cost.energy_j < kept[-1].cost.energy_j:
-            kept.append(plan)
-    return kept
 
 
 @dataclass(frozen=True)

@@ -168,9 +168,16 @@ def read_run_folder(path: Path) -> RunFolder:
     starts = _read(path / "job.json", "", _read_starts, missing) or ()
     folder = RunFolder(path, timelines, energy, profile, plan, clocks, summary, ())
     folder, others = _of_present_job(folder, starts)
+    if folder.summary is not summary:
+        missing.append(f"summary.json is of another job: {lacking}")
     if others:
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
-    missing += _stages_without_timelines(folder)
+    seen = {read.labels.stage for read in folder.timelines.iterations}
+    if seen and (silent := set(range(folder.num_stages)) - seen):
+        named = ", ".join(map(str, sorted(silent)))
+        missing.append(
+            f"timelines of stages {named}: without them, no iteration of the pipeline is drawn"
+        )
     if not folder.timelines.iterations and not folder.energy.windows:
         raise EnvPipeError(
             f"No run has left timeline*.jsonl or energy*.jsonl in {path}",
@@ -229,12 +236,12 @@ def _read_summary(file: Path) -> dict[str, Any]:
 
 
 def _of_present_job(folder: RunFolder, starts: tuple[str, ...]) -> tuple[RunFolder, int]:
-    """Leave out the lines of earlier jobs, and bring the others' instants to one axis.
+    """Leave out earlier jobs' lines and summary, and bring the others' instants to one axis.
 
     Returns the number of lines that were left out, too. `job.json` has the starts of a job that
     sets clocks, the last one last: it is the present job if no line is of a later start. Lines
-    whose run names no start are kept. Of several names of runs, which no job of one folder has,
-    those of the last line.
+    whose run names no start are kept. Where runs have several names, as those of
+    several jobs, the last line's are kept.
     """
     timelines, energy = folder.timelines, folder.energy
     runs = [read.labels.run for read in timelines.iterations]
@@ -258,15 +265,7 @@ def _of_present_job(folder: RunFolder, starts: tuple[str, ...]) -> tuple[RunFold
     timelines, of_one_axis = on_one_axis(timelines, lines)
     energy = replace(energy, lines=of_one_axis)
     clocks = tuple(entry for entry in folder.clocks if own(entry.get("run", "")))
-    present = replace(folder, timelines=timelines, energy=energy, clocks=clocks)
+    started = (folder.summary or {}).get("started", "")
+    summary = folder.summary if own(f"{name} {started}".strip()) else None
+    present = replace(folder, timelines=timelines, energy=energy, clocks=clocks, summary=summary)
     return present, sum(not own(run) for run in runs)
-
-
-def _stages_without_timelines(folder: RunFolder) -> list[str]:
-    """Name the stages that recorded no timeline, if others did."""
-    seen = {read.labels.stage for read in folder.timelines.iterations}
-    lacking = sorted(set(range(folder.num_stages)) - seen)
-    if not seen or not lacking:
-        return []
-    named = ", ".join(map(str, lacking))
-    return [f"timelines of stages {named}: without them, no iteration of the pipeline is drawn"]

@@ -183,9 +183,8 @@ def _clocks(folder: RunFolder) -> Section:
         rank = f"{entry.get('run', '') if several else ''} {entry.get('rank', '')}".strip()
         rows.append(
             (
-                rank,
-                str(entry.get("stage", "")), str(entry.get("backend", "")),
-                str(entry.get("changes", "")), str(followed.get("judged", "")), *shares,
+                rank, *(str(entry.get(name, "")) for name in ("stage", "backend", "changes")),
+                str(followed.get("judged", "")), *shares,
                 str(entry.get("error") or ""),
             )
         )  # fmt: skip

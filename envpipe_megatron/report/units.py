@@ -167,7 +167,7 @@ def waits_of(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     iteration, row, begin, end = (
         units[name][there] for name in ("iteration", "row", "begin", "end")
     )
-    ends_row = np.append((np.diff(iteration) != 0) | (np.diff(row) != 0), True)
+    ends_row = (np.diff(iteration, append=-1) != 0) | (np.diff(row, append=-1) != 0)
     begins_row = np.roll(ends_row, 1)
     columns = {
         "iteration": np.concatenate([iteration, iteration[ends_row]]),

@@ -47,7 +47,7 @@ class Trial:
     """The reports of the ranks of a quickstart or a proof, and what they show, complete or not.
 
     Args:
-        machine: that is measured on, as `trials.machine` found it to be fit for it.
+        machine: the one to measure on, which `trials.machine` has found fit.
         checks: doctor's, as JSON, for a proof's files.
 
     Attributes:

@@ -152,7 +152,7 @@ class Report:
 
 
 def merged(parts: Sequence[Report]) -> Report:
-    """Make one report of those of some replicas of a stage, in their order."""
+    """Merge the reports of some replicas of a stage into one, in their order."""
     arrays = ("unit_s", "ends_s", "steps_s", "waits_s", "power_w")
     return Report(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},

@@ -73,7 +73,8 @@ class Controller:
             own, store = self._store.schedule, self._store
             if own is not self._top.schedule:
                 self._commands.note("profile: half of the backwards in two parts")
-                yield from self._commands.run(Phase.PROFILE, store.at_top(own), WINDOW)
+                # Settled, since a step may be over before its clock has surely come.
+                yield from self._commands.run(Phase.PROFILE, store.at_top(own), WINDOW, settle=1)
             yield from self._look(first_probe(own, store))
         self._lead_own()
         yield from self._plan_anew(Phase.PROFILE)

@@ -82,7 +82,7 @@ class Steps:
         return float(np.median(self._times_s))
 
     def error(self, count: int) -> float:
-        """Return the standard error of the median of `count` steps, as a share of it."""
+        """Return the standard error of the median of `count` steps, as a share of that median."""
         times_s = np.array(self._times_s)
         deviation_s = float(np.median(np.abs(times_s - np.median(times_s))))
         return median_error(deviation_s / self.median_s, count)

@@ -88,10 +88,10 @@ class ClockSearch:
         return next((clock for clock in again if len(self.windows[clock]) < _ROUNDS), None)
 
     def best_mhz(self) -> int:
-        """Return the clock of least energy of those that are fast enough, as the highest is.
+        """Return the clock of least energy among those that are fast enough, as the highest is.
 
-        Below it, the lowest that differs from it neither in time nor energy: where a power cap
-        holds the clock, requests above it are all alike.
+        Or the lowest below that differs from it neither in time nor energy: where a power cap holds
+        the clock, requests above it are all alike.
         """
         fast = [clock for clock in self.tried if not self._too_slow(clock)]
         least = min(fast, key=lambda clock: self.tried[clock].energy_j or 0.0)

@@ -8,11 +8,11 @@ from plain_reader import UUID, PlainReader, assert_reads_through
 
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
-    ClockControlForbiddenError,
     DryRunGpu,
     Gpu,
     GpuAddress,
     GpuError,
+    GpuPermissionError,
 )
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 
@@ -31,11 +31,11 @@ def test_forbidden_hardware_is_not_reached(monkeypatch, value):
     gpu = HardwareGpu()
     gpu.lock_frequency(1380)
     monkeypatch.setenv(FORBID_VARIABLE, value)  # after the object was made: read at each call
-    with pytest.raises(ClockControlForbiddenError, match=FORBID_VARIABLE):
+    with pytest.raises(GpuPermissionError, match=FORBID_VARIABLE):
         gpu.lock_frequency(1395)
-    with pytest.raises(ClockControlForbiddenError, match=FORBID_VARIABLE) as caught:
+    with pytest.raises(GpuPermissionError, match=FORBID_VARIABLE) as caught:
         gpu.reset_frequency()
-    with pytest.raises(ClockControlForbiddenError):  # the guard comes before the check of the clock
+    with pytest.raises(GpuPermissionError):  # the guard comes before the check of the clock
         gpu.lock_frequency(1)
     assert gpu.history == [1380]
     assert str(caught.value) == (

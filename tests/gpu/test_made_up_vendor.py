@@ -50,9 +50,13 @@ class AcmeGpu(VendorGpu):
     @classmethod
     def list_gpus(cls):
         return tuple(
-            Device("acme", number, uid, cls.name, f"0000:0{number}:00.0", f"torch-{uid}")
+            Device("acme", number, uid, cls.name, f"0000:0{number}:00.0")
             for number, uid in enumerate(driver()["cards"])
         )
+
+    @classmethod
+    def uid_of_cuda_device(cls, uuid):
+        return uuid.removeprefix("torch-")
 
     @classmethod
     def from_uid(cls, uid, reset_range_mhz=None):

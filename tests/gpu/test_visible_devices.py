@@ -47,9 +47,7 @@ def test_uuids_and_their_beginnings(node):
 
 def test_numbers_follow_pci_addresses_whatever_nvml_says_first(monkeypatch):
     buses = ("00000001:01:00.0", "00000000:41:00.0", "00000000:0A:00.0")
-    known = [
-        Device("nvml", index, f"GPU-{index}", "one", bus, "") for index, bus in enumerate(buses)
-    ]
+    known = [Device("nvml", index, f"GPU-{index}", "one", bus) for index, bus in enumerate(buses)]
     monkeypatch.setattr(NvmlGpu, "driver", lambda: Driver("580"))
     monkeypatch.setattr(NvmlGpu, "list_gpus", lambda: known)
     assert _indices(None) == [2, 1, 0]

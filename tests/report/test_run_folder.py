@@ -77,6 +77,17 @@ def test_a_start_that_has_not_ended_is_not_what_an_earlier_ones_summary_says(tmp
         assert read_run_folder(tmp_path).changed_nothing is nothing
 
 
+def test_a_summary_of_another_job_is_named_and_left_out(tmp_path):
+    """It has another model's tokens and memory; the job of the lines was killed."""
+    put_timeline(tmp_path, run=NEW)
+    put_summary(tmp_path, tokens_per_iteration=64, started=OLD)
+    for starts, known in (((NEW,), False), ((OLD, NEW), True), ((OLD,), False)):
+        put_job(tmp_path, *starts)
+        folder = read_run_folder(tmp_path)
+        told = "summary.json is of another job: the job did not end in order"
+        assert (folder.summary is not None, not lacks(folder, told)) == (known, known)
+
+
 def test_ranks_that_were_other_stages_in_an_earlier_start_are_left_out(tmp_path):
     """After a restart with fewer replicas, rank 1 is the second stage and was the first one."""
     put_job(tmp_path, OLD, NEW)

@@ -209,7 +209,7 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial_run, "_train", train)
-    device = Device("nvml", 0, "GPU-0", "A100", "", "")
+    device = Device("nvml", 0, "GPU-0", "A100", "")
     # The rank, and another one that came later.
     crowded = SimpleNamespace(activity=lambda: Activity((11, 4711)))
     monkeypatch.setattr(trial_machine, "look_at", lambda uid: crowded)

@@ -48,10 +48,10 @@ def explain(
     """Print what a job of Megatron-LM gets from EnvPipe, and why, without starting it.
 
     COMMAND is what starts the job, or the script's flags only: put `envpipe explain --` before
-    torchrun in a script of yours. Printed are the job's level and what is in the way of the next
-    one, what is proven and what checks itself, what carries messages, what was seen of such jobs on
-    which GPU, measured or emulated, and what was never tried. Nothing but the job's own decision is
-    made, by its flags; no GPU, torch or Megatron is needed.
+    torchrun in a script of yours. It prints the job's level and why it is no higher, what is proven
+    and what is checked at start, what carries messages, what was measured or emulated of such jobs
+    on which GPU, and what was never tried. It decides by the flags, as the job itself does; no GPU,
+    torch or Megatron is needed.
 
     \b
     Example:

@@ -325,26 +325,22 @@ class NvmlGpu(VendorGpu):
 def _identify_all() -> Iterator[Device | GpuError]:
     """Yield each GPU that NVML counts, or why it cannot be identified."""
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
+        action = f"identify GPU {index}"
         try:
-            yield call_library(f"identify GPU {index}", _identify_number, index)
+            handle = call_library(action, pynvml.nvmlDeviceGetHandleByIndex, index)
+            yield call_library(action, _identify, handle)
         except GpuError as error:
             _LOG.debug("GPU %d is left out: %s", index, error)
             yield error
 
 
-def _identify_number(index: int) -> Device:
-    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
-
-
 def _identify(handle: Any) -> Device:
-    uid = pynvml.nvmlDeviceGetUUID(handle)
     return Device(
         NvmlGpu.backend,
         pynvml.nvmlDeviceGetIndex(handle),
-        uid,
+        pynvml.nvmlDeviceGetUUID(handle),
         pynvml.nvmlDeviceGetName(handle),
         pynvml.nvmlDeviceGetPciInfo(handle).busId,
-        uid.removeprefix(UID_START),
     )
 
 

@@ -105,9 +105,7 @@ class EmulatedGpu(VendorGpu):
     def list_gpus(cls) -> tuple[Device, ...]:
         """Return those of `default_root`'s folder."""
         gpus = (cls.open(None, index) for index in list_emulated(_folder(None)))
-        return tuple(
-            Device(cls.backend, gpu.index, gpu.address.uid, gpu.name, "", "") for gpu in gpus
-        )
+        return tuple(Device(cls.backend, gpu.index, gpu.address.uid, gpu.name, "") for gpu in gpus)
 
     # --- work -----------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class Lease:
         return self.is_current()
 
     def read(self) -> LeaseRecord | None:
-        """Return what it says, as `parse_lease`, without whether it lives."""
+        """Return what the lease says, by `parse_lease`, whether its guard lives or not."""
         content = os.pread(self._descriptor, _MAX_BYTES, 0)
         return parse_lease(content, self.path, os.fstat(self._descriptor).st_uid)
 

@@ -58,7 +58,7 @@ class ForwardBackward:
         framework_iterations: training iterations that megatron-core's own function makes first. On
             GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
         framework_function: that function; by default what `get_forward_backward_func` gives.
-        check: makes one of the iterations after these by both, unless the job needs no such check.
+        check: runs one of the iterations after these both ways, unless the job needs no such check.
         seq_length: the most of any iteration. Megatron-Bridge's fine-tuning gives each its own, and
             each replica's.
     """

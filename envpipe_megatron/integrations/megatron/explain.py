@@ -2,7 +2,7 @@
 
 The job's own functions decide here as in training: `read_options`, `decide` and what `limits` has.
 Variables of its ranks are looked for in this process's environment. No torch, GPU or Megatron is
-needed. What shows only in a job that runs is named as such.
+needed. What only a job that runs can show is named as such.
 """
 
 from __future__ import annotations

@@ -89,9 +89,9 @@ class RepeatedIteration:
 
 
 def _items(source: Iterator[Any]) -> Iterator[Any]:
-    """Yield what is left of a source, of which Megatron's have no other method than `next`.
+    """Yield copies of what is left of a source; Megatron's have no other method than `next`.
 
-    As copies: a source may fill the same memory with its next item.
+    A source may fill the same memory with its next item.
     """
     with suppress(StopIteration):
         while True:

@@ -215,7 +215,7 @@ class _Reduction:
     def finish(self, *, broken_off: bool) -> None:
         """Launch the reductions that no backward launched.
 
-        Of an order that was broken off they are any, and replicas wait for each of them.
+        An order that was broken off may lack any of them, and replicas wait for each.
         """
         held = self._held
         self._release()
@@ -250,7 +250,7 @@ def _key(unit: Unit) -> tuple[int, int]:
 
 
 def listed(one_or_more: Any) -> list[Any]:
-    """Return a list of what Megatron has as one or as a list."""
+    """Return what Megatron has as one or as a list, as a list."""
     return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 

@@ -104,7 +104,7 @@ class RunSearch:
         """Return the cheapest plan found; None if none fits."""
         slowed = list(self._slowed(1.0))
         begun = _distinct(self._near_relaxed()) if self._min_dwell_s else slowed
-        runs = [*slowed, *begun] if self._min_dwell_s else [*slowed]
+        runs = _distinct([*slowed, *begun])
         if begun and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
             divided = [self._divided(plan) for plan in begun]
             runs += [*divided, self._divided(min(divided, key=self._rank))]

@@ -175,9 +175,8 @@ def divide_time(
     higher, lower = (
         np.concatenate([hull[ends] for hull, _ in hulls]) for ends in (slice(-1), slice(1, None))
     )
-    longer = _sparse(
-        (times[node, lower[step]] - times[node, higher[step]]) / time_unit_s,
-        (node, step),
+    longer = csr_matrix(
+        ((times[node, lower[step]] - times[node, higher[step]]) / time_unit_s, (node, step)),
         (units.size, int(steps.sum())),
     )
     fastest_s = times[units, np.array([hull[0] for hull, _ in hulls])[run]]
@@ -195,18 +194,20 @@ def divide_time(
     least_s = [late_s[after], hop_s[fed], (late_s + (1 - k) * hop_s)[both], 0.0 * first]
     row = np.arange(len(target))
     in_both = row[len(after) + len(fed) :][: len(both)]
-    waits = _sparse(np.ones(len(row)), (row, target), (len(row), units.size))
-    sources = _sparse(
-        np.concatenate([np.ones(len(after) + len(fed)), k[both], 1 - k[both]]),
+    waits = csr_matrix((np.ones(len(row)), (row, target)), (len(row), units.size))
+    sources = csr_matrix(
         (
-            np.concatenate([row[: len(after) + len(fed)], in_both, in_both]),
-            np.concatenate([after - 1, cross[fed], both - 1, cross[both]]),
+            np.concatenate([np.ones(len(after) + len(fed)), k[both], 1 - k[both]]),
+            (
+                np.concatenate([row[: len(after) + len(fed)], in_both, in_both]),
+                np.concatenate([after - 1, cross[fed], both - 1, cross[both]]),
+            ),
         ),
         waits.shape,
     )
     stages = np.arange(num_stages)
-    last = _sparse(
-        np.ones(num_stages), (stages, width * (stages + 1) - 1), (num_stages, units.size)
+    last = csr_matrix(
+        (np.ones(num_stages), (stages, width * (stages + 1) - 1)), (num_stages, units.size)
     )
     # Columns: ends of units, steps of runs, the iteration, and by how much it is late, at a price
     # above that of any time.
@@ -232,12 +233,6 @@ def divide_time(
     np.add.at(price_w, target, -solved.ineqlin.marginals[: len(target)])
     price_w *= cost_unit_j / time_unit_s
     return duration_s.reshape(index.shape), price_w.reshape(index.shape)
-
-
-def _sparse(
-    values: FloatArray, at: tuple[IntArray, IntArray], shape: tuple[int, int]
-) -> csr_matrix:
-    return csr_matrix((values, at), shape)
 
 
 def _hulls(table: ClockTable, begin: IntArray, num_units: int) -> list[tuple[IntArray, FloatArray]]:

@@ -6,7 +6,7 @@ full. `memory_frontier` says what each microbatch of activation memory buys.
 
 Where only time counts, they are judged by their time at the highest clocks (`ShortestSearch`), and
 no linear program is solved. A list scheduler makes orders of each family within several limits of
-memory; the best are made again by more looks. Where backwards can be split and that costs time,
+memory; the best is made again by more looks. Where backwards can be split and that costs time,
 some split those of the last microbatches only. The framework's own order and EnvPipe's compete with
 them. Of orders that take as long, the one that holds less is taken.
 """
@@ -61,8 +61,6 @@ _MEMORY = (2.0, 0.0, 1.0, 1.5, inf)
 _SPLIT_LAST = (2.0, inf, 1.0, 0.5)
 #: Orders that the list scheduler looks at for each limit, and units of all of a family's.
 _LOOKS, _LOOK_BUDGET = 3, 150_000
-#: This many of the best of each family are made again.
-_AGAIN = 1
 #: The best orders by their relaxed energy are rounded; what rounding costs differs a little.
 _ROUNDED = 2
 
@@ -102,7 +100,8 @@ class ShortestSearch:
             if not found or each.floor_s < min(found):
                 score = look(split_from(shortest(each, self.family.name, _LOOKS), first))
                 listed.append((score, each, first))
-        for _, each, first in sorted(listed, key=itemgetter(0))[:_AGAIN]:
+        if listed:  # the best is made again
+            _, each, first = min(listed, key=itemgetter(0))
             look(split_from(shortest(each, self.family.name, most), first))
         if not found:
             return []

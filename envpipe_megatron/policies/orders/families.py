@@ -49,7 +49,6 @@ _GROUPS = (1.0, 1.5)
 _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
 _UNIT_BUDGET = 9_300
-_FEWEST_ORDERS = 1
 #: At most this many orders of EnvPipe's family that are near to the deadline.
 _MOST_NEAR = 8
 #: Multiples of EnvPipe's counts that are tried, and of even ramps: how many more than the next
@@ -172,10 +171,10 @@ class FamilySearch:
             with suppress(LinearProgramError):
                 self._target = self._limit(profile, deadline_s)
         units = own.num_units * len(SPLIT if family.split else WHOLE) // len(WHOLE)
-        self._most_solved = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
+        self._most_solved = max(1, _UNIT_BUDGET // units)
         self._most_near = self._most_solved
         if family == ENVPIPE:  # whose best is moved on from
-            self._most_near = max(_FEWEST_ORDERS, min(self._most_solved // 2, _MOST_NEAR))
+            self._most_near = max(1, min(self._most_solved // 2, _MOST_NEAR))
         self._looks = min(_MOST_LOOKS, max(_FEWEST_LOOKS, _LOOK_BUDGET // units))
 
     @property

@@ -66,10 +66,6 @@ class AgentLink:
         self._connection = connection
         self._failing = False
 
-    def window(self, line: Mapping[str, Any]) -> None:
-        """Send a line of the energy log."""
-        self.post({"op": "window", "line": line})
-
     def clock(self, state: ClockState) -> None:
         """Send what a look at the clock has seen; another thread than training's may call it.
 
@@ -79,25 +75,21 @@ class AgentLink:
             self._connection.setblocking(False)
             send(self._connection, {"op": "clock", **asdict(state)})
 
-    def job(self, facts: Mapping[str, Any]) -> None:
-        """Send the job's facts."""
-        self.post({"op": "job", "facts": facts})
-
     def close(self) -> None:
         """Say that training is over on this GPU; safe to call twice."""
         if self._connection.fileno() >= 0:
-            self.post({"op": "bye"})
+            self.post("bye")
             self._connection.close()
 
-    def post(self, message: Mapping[str, Any]) -> None:
+    def post(self, op: str, **said: object) -> None:
         """Send a message, or drop it if the agent is slow or gone; never waits."""
         try:
             self._connection.setblocking(False)
-            send(self._connection, message)
+            send(self._connection, {"op": op, **said})
             self._failing = False
         except (OSError, TypeError, ValueError) as error:  # facts may be none of JSON's
             if not self._failing:  # logged once while it lasts
-                logger.error("The node's agent does not take %s: %s", message["op"], error)
+                logger.error("The node's agent does not take %s: %s", op, error)
             self._failing = True
 
 
@@ -123,10 +115,10 @@ def connect_to_agent(
     endpoint = collectives.from_planner(endpoint)
     gpus = list(chain.from_iterable(collectives.all_to_planner(billed)))
     if link is not None and endpoint is not None:
-        link.post({"op": "send_to", "endpoint": endpoint})
+        link.post("send_to", endpoint=endpoint)
     if link is not None and collectives.is_planner:
         # Ranks may share a GPU. What no agent bills is missing from the job's bill.
-        link.job({"num_gpus": len(set(gpus) - {None}) + gpus.count(None)})
+        link.post("job", facts={"num_gpus": len(set(gpus) - {None}) + gpus.count(None)})
     return link
 
 

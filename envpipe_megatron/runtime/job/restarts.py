@@ -25,7 +25,7 @@ from envpipe_megatron.files import boot_id, is_of_this_job, lock_file
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.job_file import JobKeys, StoredJob, read_job
 from envpipe_megatron.formats.steps import BaselineEnergy
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import Gpu, PowerState
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions
 from envpipe_megatron.runtime.writer import Writer
@@ -48,9 +48,11 @@ def plan_file(batch: str) -> str:
 
 def job_keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) -> JobKeys:
     """Return all that a profile, a baseline and a clock for the whole job rest on."""
-    clocks = gpu.supported_frequencies_mhz
+    clocks, power = gpu.supported_frequencies_mhz, PowerState()
     if options.changes_only_order:  # units are profiled at no other
         clocks = (max(clocks),)
+    with suppress(Exception):  # a driver may fail in any way; who needs it says so
+        power = gpu.power_state()
     return {
         "units": {
             **(options.fingerprint or {}),
@@ -59,8 +61,8 @@ def job_keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) 
             "envpipe_clocks_mhz": [max(clocks), min(clocks)],
             "envpipe_num_clocks": len(clocks),
             "envpipe_clock_backend": gpu.address.backend,
-            "envpipe_power_limit_w": _if_known(lambda: gpu.power_state().power_limit_w),
-            "envpipe_power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
+            "envpipe_power_limit_w": power.power_limit_w,
+            "envpipe_power_profiles": power.enforced_profiles,
         },
         "steps": {
             "num_microbatches": options.num_microbatches,
@@ -69,14 +71,6 @@ def job_keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) 
             "one_clock_slowdown_percent": options.slowdown_percent if options.one_clock else None,
         },
     }
-
-
-def _if_known(read: Callable[[], object]) -> object:
-    """Return a fact of a GPU; None where it cannot be read: who needs it says so."""
-    try:
-        return read()
-    except Exception:  # a driver may fail in any way; training must go on
-        return None
 
 
 class JobFolder:

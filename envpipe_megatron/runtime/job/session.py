@@ -135,12 +135,12 @@ class Session:
             meter = EnergyMeter(gpu)
             self._closing.callback(meter.close)
             half_made.pop_all()
-        has_agent, own_log = self._agent is not None, partial(folder.append, own_log_name())
-        log_window = self._agent.window if self._agent else own_log
+        agent, own_log = self._agent, partial(folder.append, own_log_name())
+        log_window = (lambda line: agent.post("window", line=line)) if agent else own_log
         #: The bill of this rank's GPU.
         self.energy = TrainingEnergy(
             meter,
-            EnergyLog(meter, log_window, self._labels, with_counter=has_agent),
+            EnergyLog(meter, log_window, self._labels, with_counter=bool(agent)),
             self.executor.now_s,
             collectives,
             folder.found.baselines,
@@ -305,7 +305,7 @@ class Session:
         `power` (how a power budget is kept) and `notes`, of JSON's types.
         """
         if self._agent is not None and self._collectives.is_planner:
-            self._agent.job(facts)
+            self._agent.post("job", facts=facts)
 
     def _see_clock(self, time_s: float, state: ClockState) -> None:
         """Take in what the watch saw of the clock, on its own thread."""

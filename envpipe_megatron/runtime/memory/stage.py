@@ -146,7 +146,7 @@ class StageMemory:
         return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
 
     def with_room_below(self, peak_bytes: float) -> StageMemory:
-        """Return the same without room for an order of such a peak, nor one microbatch below it."""
+        """Return the same with too little room for such a peak, and for one a microbatch lower."""
         below = peak_bytes - self.baseline_peak_bytes - self.activation_bytes
         return replace(self, room_bytes=max(0.0, min(self.room_bytes, below)))
 

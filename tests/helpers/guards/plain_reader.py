@@ -24,7 +24,7 @@ class PlainReader(Gpu):
         raise AssertionError("a reader's own clock control was used")
 
     def device(self):
-        return Device("nvml", 3, self.address.uid, self.name, self.pci_bus_id, "")
+        return Device("nvml", 3, self.address.uid, self.name, self.pci_bus_id)
 
     def clock_state(self):
         return ClockState(None, 1395, ("power cap",))

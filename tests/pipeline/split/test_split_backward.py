@@ -166,6 +166,13 @@ def test_an_order_of_the_planner(stock, ours, tmp_path, name):
     assert_same_bits(results, stock(job))
 
 
+def test_parts_are_measured_in_steps_that_are_shorter_than_a_clock_may_be_late(ours):
+    how = Ours("auto", "optimal", splits=True, closed_loop=True, unit_s=0.001, warmup_iterations=3)
+    results = ours(Job(2, 4, steps=14), how)
+    assert results[0].phases[-1] == "profile"
+    assert results[0].notes == ()
+
+
 @on_request("PIPELINE")
 @pytest.mark.parametrize(("goal", "steps"), [("energy", 160), ("edp", 160), ("time", 60)])
 def test_closed_loop(stock, ours, goal, steps):

@@ -167,8 +167,8 @@ def test_the_planner_has_its_agent_collect_and_tells_all_ranks(pretend, monkeypa
     ranks = Ranks(None, None)
     link = link_to(ranks)
     assert link is not None
-    link.window({"energy_j": 1.0})
-    link.job({"model": "gpt"})
+    link.post("window", line={"energy_j": 1.0})
+    link.post("job", facts={"model": "gpt"})
     link.close()
     link.close()
     assert [agent.hears() for _ in range(7)] == [
@@ -246,7 +246,7 @@ def test_an_agent_that_does_not_collect_still_bills_its_node(pretend):
     link = link_to(ranks)
     assert link is not None
     assert ranks.gathered == [(None, OWN)]
-    link.window({})
+    link.post("window", line={})
     link.close()
     heard = [agent.hears()["op"] for _ in range(4)]
     assert heard == ["hello", "job", "window", "bye"]
@@ -260,19 +260,19 @@ def test_an_agent_that_is_stuck_holds_up_no_training(pair, caplog):
     link, agent = pair
     sent = 0
     while "does not take window" not in caplog.text:
-        link.window({"number": sent})
+        link.post("window", line={"number": sent})
         sent += 1
     begin_s = time.monotonic()
     for _ in range(1000):
-        link.window({"number": "dropped"})
+        link.post("window", line={"number": "dropped"})
         assert time.monotonic() - begin_s < LONG_S / 4  # for all of them: none waited
     assert caplog.text.count("does not take") == 1
     numbers = [json.loads(agent.recv(16384))["line"]["number"] for _ in range(sent - 1)]
     assert numbers == list(range(sent - 1))
-    link.window({"number": "later"})
+    link.post("window", line={"number": "later"})
     assert json.loads(agent.recv(16384))["line"]["number"] == "later"
     while caplog.text.count("does not take") == 1:
-        link.window({})
+        link.post("window", line={})
 
 
 @pytest.mark.parametrize(
@@ -280,8 +280,8 @@ def test_an_agent_that_is_stuck_holds_up_no_training(pair, caplog):
 )
 def test_facts_that_cannot_be_sent_end_no_training(pair, caplog, model, said):
     link, agent = pair
-    link.job({"model": model})
-    link.job({"model": "gpt"})
+    link.post("job", facts={"model": model})
+    link.post("job", facts={"model": "gpt"})
     assert json.loads(agent.recv(16384)) == {"op": "job", "facts": {"model": "gpt"}}
     assert f"does not take job: {said}" in caplog.text
 
@@ -289,9 +289,9 @@ def test_facts_that_cannot_be_sent_end_no_training(pair, caplog, model, said):
 def test_closing_with_a_full_buffer_returns(pair, caplog):
     link, agent = pair
     while not caplog.text:
-        link.window({})
+        link.post("window", line={})
     link.close()
     link.close()
-    link.window({})  # too late, and no error
+    link.post("window", line={})  # too late, and no error
     while agent.recv(16384):
         pass

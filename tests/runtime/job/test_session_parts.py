@@ -486,15 +486,15 @@ def test_the_baseline_is_kept_and_notes_go_to_the_bill(world):
     for _ in range(3):
         run(session)
     assert kept == [{"": "baseline"}]  # as soon as the warm-up is over
-    assert [call for call in world.calls if call[0] == "agent.job"] == [
-        ("agent.job", {"notes": ["A note."]})
+    assert [call for call in world.calls if call[0] == "agent.post"] == [
+        ("agent.post", "job", {"notes": ["A note."]})
     ]
     session._collectives.is_planner = False
     session.describe_job({"model": "m"})
-    assert world.calls[-1][0] != "agent.job"
+    assert world.calls[-1][0] != "agent.post"
     session._collectives.is_planner = True
     session.describe_job({"model": "m"})
-    assert world.calls[-1] == ("agent.job", {"model": "m"})
+    assert world.calls[-1] == ("agent.post", "job", {"model": "m"})
 
 
 def test_how_a_power_budget_was_kept_in_the_end_goes_to_the_bill(world):
@@ -503,7 +503,7 @@ def test_how_a_power_budget_was_kept_in_the_end_goes_to_the_bill(world):
     with closing(world.session()) as session:
         session.state.power = {"budget_w": 200.0}
     told = [call for call in world.calls if call[0].startswith("agent.")]
-    assert told[-2:] == [("agent.job", {"power": {"budget_w": 200.0}}), ("agent.close",)]
+    assert told[-2:] == [("agent.post", "job", {"power": {"budget_w": 200.0}}), ("agent.close",)]
 
 
 def test_the_bill_hears_at_once_of_another_power_budget(world):
@@ -516,7 +516,7 @@ def test_the_bill_hears_at_once_of_another_power_budget(world):
         session.state.power = {"budget_w": budget_w}
         run(session)
     said = [{"power": {"budget_w": budget_w}} for budget_w in (300.0, 250.0, None)]
-    assert [call[1] for call in world.calls if call[0] == "agent.job"] == said
+    assert [call[2] for call in world.calls if call[:2] == ("agent.post", "job")] == said
 
 
 def test_what_is_no_training_runs_at_the_highest_clock(world):
@@ -560,7 +560,7 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent, socket, log):
     world.monkeypatch.setattr("socket.gethostname", lambda: "own")
     if with_agent:
         world.agent = Noted("agent", world.calls)
-        world.agent.node, world.agent.window = "agent's", "window"
+        world.agent.node = "agent's"
     config = JobOptions(
         num_microbatches=2,
         type="baseline",
@@ -578,7 +578,11 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent, socket, log):
     assert told == labels
     (meter, append, told), _ = world.made["EnergyLog"]
     assert (meter, told) == (world.meter, labels)
-    assert append == "window" if with_agent else append.args == (log,)
+    if not with_agent:
+        assert append.args == (log,)
+        return
+    append({"energy_j": 1.0})
+    assert world.calls[-1] == ("agent.post", "window", {"energy_j": 1.0})
 
 
 CLOSING = [
