@@ -50,11 +50,11 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
 
 
 def test_a_vendor_is_known_in_the_room_of_back_ends_only():
-    """NVML is named elsewhere in examples of files, and where doctor looks at its package."""
+    """NVML is named elsewhere in examples of files only."""
     package = REPOSITORY / "envpipe_megatron"
     texts = {path.relative_to(package): path.read_text() for path in package.rglob("*.py")}
     of_nvml = {path for path, text in texts.items() if "nvml" in text.lower()}
-    named = {"cli/machine/doctor.py", "formats/energy.py", "formats/timeline.py"}
+    named = {"formats/energy.py", "formats/timeline.py"}
     assert {str(path) for path in of_nvml if path.parts[0] != "gpu"} == named
     for path, text in texts.items():
         if path.parts[:2] != ("gpu", "backends") and str(path) not in named:

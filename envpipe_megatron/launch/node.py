@@ -83,15 +83,15 @@ class NodeSettings:
 def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
     """Run torchrun to its end, and bill it; return its exit status, 128 and the signal if killed.
 
-    Raises EnvPipeError if another agent writes this node's energy log, OSError if the output folder
-    cannot be written.
+    Raises OSError if the output folder cannot be written.
     """
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
-    report = BillReport(settings.output_dir, tariff, settings.bill_interval, settings.node_name)
     with contextlib.ExitStack() as last:
         last.callback(_wait_for_guards)
         agent = NodeAgent(settings.output_dir, settings.node_name)
         last.callback(agent.close)
+        folder, node = settings.output_dir, agent.log.node
+        report = BillReport(folder, tariff, settings.bill_interval, node)
         if agent.log.earlier_bytes:
             say_as_launcher(f"{agent.log.path} is continued; a new job needs another --output")
         also = handled_signals(read(torchrun_arguments))
@@ -120,7 +120,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
                 billing.join(2 * _OTHERS_END_S + _DISK_S)
         if billing.is_alive():
             why = "There is no bill: the disk of %s, or who reads what is printed, does not answer"
-            logger.error(why, settings.output_dir)
+            logger.error(why, folder)
         else:
             report.show()
     return code

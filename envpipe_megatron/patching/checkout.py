@@ -87,10 +87,8 @@ def look_at(directory: Path, tag: str | None = None) -> Checkout:
         if held.state is State.PATCHED or (is_changed and recorded.recognition.fits(root)):
             return held
     own = [p for p in catalog if (p.recognition.fits(root) if tag is None else p.tag == tag)]
-    projects = {p.project for p in (own or catalog)}
-    # Branches are between versions, so the files decide which of a project's patches it is.
-    several = own if tag is not None and own else [p for p in catalog if p.project in projects]
-    found = [_compared(root, patch) for patch in several]
+    # Branches are between versions: their files decide which patch is theirs.
+    found = [_compared(root, patch) for patch in (own if own and tag is not None else catalog)]
     found.sort(key=lambda f: (bool(f.foreign), f.patch not in own, len(f.foreign), len(f.forked)))
     if not own:
         raise _no_patch(root, tag, found)

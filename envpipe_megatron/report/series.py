@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
 
@@ -46,14 +47,11 @@ def step_charts(metered: Iterable[EnergyWindow]) -> list[Chart]:
     windows = [window for window in metered if window.steps]
     if not windows:
         return []
-    first, last = (
-        np.array([getattr(window, name) for window in windows])
-        for name in ("first_iteration", "last_iteration")
-    )
-    steps = last - first + 1
-    members: dict[str, set[Hashable]] = {}
+    members = defaultdict[str, set[Hashable]](set)
     for window in windows:
-        members.setdefault(window.run, set()).add(window.member)  # a start may have had others
+        members[window.run].add(window.member)  # a start may have had others
+    first, last = np.array([(own.first_iteration, own.last_iteration) for own in windows]).T
+    steps = last - first + 1
     of_all_j = np.array([len(members[window.run]) * window.energy_j for window in windows])
     durations_s = np.array([window.duration_s for window in windows])
     # A step that was repeated after a restart is covered more than once by each GPU.
@@ -112,8 +110,8 @@ def _phase_spans(windows: Sequence[EnergyWindow]) -> list[tuple[str, float, floa
     )
     spans = []
     for phase, group in groupby(own, key=lambda window: window[2]):
-        members = list(group)
-        spans.append((phase, members[0][0] - 0.5, max(last for _, last, _ in members) + 0.5))
+        first, last, _ = zip(*group, strict=True)
+        spans.append((phase, first[0] - 0.5, max(last) + 0.5))
     return spans
 
 

@@ -30,9 +30,9 @@ from envpipe_megatron.integrations.layer_profile.rank_gpu import (
     RankGpu,
     Window,
     free_bytes,
-    lowest,
     now_s,
 )
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.search.layer_jobs import LayerJob, add_measures
 from envpipe_megatron.search.layer_profile import (
     EMBEDDING,
@@ -276,7 +276,7 @@ def _fits(pieces: GptPieces, looks: Mapping[str, FloatArray]) -> bool:
     with pieces.rows(pieces.longest_row):
         kept = sum(looks[name][0] for name in pieces.slots)
     beside = max(look[1:3].max() for look in looks.values())
-    return bool(lowest(kept + beside <= _MEMORY_SHARE * free_bytes()))
+    return all(of_all_ranks(kept + beside <= _MEMORY_SHARE * free_bytes()))
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,8 @@ class _Passes:
     def _count(self, window_s: float) -> int:
         """Return how many microbatches fill a window, the same on all ranks."""
         window_s = window_s if torch.cuda.is_available() else _CPU_WINDOW_S
-        return lowest(min(max(_FEWEST, math.ceil(window_s / self.round_s)), _MOST))
+        count = min(max(_FEWEST, math.ceil(window_s / self.round_s)), _MOST)
+        return min(of_all_ranks(count))
 
 
 def _powers_w(

@@ -30,9 +30,9 @@ from envpipe_megatron.integrations.layer_profile.rank_gpu import (
     Marks,
     Window,
     free_bytes,
-    lowest,
     now_s,
 )
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LAYER, LOSS, SELECTIVE, Block
 
 _LAYERS_IN_A_ROW = 4
@@ -83,7 +83,7 @@ def row_lengths(of_kind: Sequence[int], parameters: Sequence[int]) -> list[int]:
     each = _SHARE * free_bytes() / len(of_kind) / _BYTES_PER_PARAMETER
     wanted = (min(count, _LAYERS_IN_A_ROW) for count in of_kind)
     return [
-        lowest(max(1, int(min(count, each // size))))
+        min(of_all_ranks(max(1, int(min(count, each // size)))))
         for count, size in zip(wanted, parameters, strict=True)
     ]
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
@@ -18,7 +17,6 @@ from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.control import choose_control, open_controlled
 from envpipe_megatron.gpu.registry import READ_ONLY, open_gpu, uid_of_cuda_device
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 
@@ -171,13 +169,6 @@ def now_s() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def lowest(value: int) -> int:
-    """Return the lowest of all ranks' values; every rank calls it."""
-    tensor = torch.tensor([value], device=current_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-    return int(tensor.item())
 
 
 def free_bytes() -> float:

@@ -62,7 +62,7 @@ class NodeAgent:
         uplink: sends the log to the job's bill.
         control: the job's control `file` and what is `asked` without it, where rank 0 is or was.
 
-    Raises EnvPipeError if another agent writes this node's log, OSError if log or socket fail.
+    Raises OSError if log or socket fail.
     """
 
     def __init__(self, output_dir: Path, node: str) -> None:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
     AMOUNT,
     BEGUN,
@@ -54,38 +54,39 @@ _STALE_LOOK_S = 3.0
 class NodeLog:
     """`energy-<node>.jsonl`, appended to; an earlier start's lines stay, and its bill goes on.
 
-    One that is deleted or renamed meanwhile is written on under no name, or its new one.
+    One that is deleted or renamed meanwhile is written on under no name, or its new one. Where
+    another agent writes it, the node is `<node>.2` or the next: that of another live job, or of a
+    machine that died, whose locks NFS keeps for 90 s.
 
     Attributes:
+        node: the node's name in this log and the bill.
         grown: called after each line.
         identity: tells this file from another of a node of the same name, by its first line.
         earlier_bytes: what earlier starts have written.
 
-    Raises EnvPipeError if another agent writes it, OSError if it cannot be written.
+    Raises OSError if it cannot be written.
     """
 
     def __init__(self, folder: Path, node: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.node = node
         self.grown: Callable[[], None] = lambda: None
         #: Why it took no line; None since the last that it took.
         self._failure: str | None = None
         #: Notes that found no room yet.
         self._notes: tuple[dict[str, Any], ...] = ()
-        self.path = log_path(folder, node)
-        self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise EnvPipeError(
-                "Another agent writes this energy log",
-                value=str(self.path),
-                remedy="Give each job an --output of its own, and each agent of one machine a "
-                "--node-name of its own.",
-            ) from error
-        except OSError:  # a file system without locks
-            pass
+        for number in count(1):
+            self.node = node if number == 1 else f"{node}.{number}"
+            self.path = log_path(folder, self.node)
+            self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._lock)
+                logger.warning("Another agent writes %s: its node is not this one", self.path)
+                continue
+            except OSError:  # a file system without locks
+                pass
+            break
         try:
             self.earlier_bytes = self.size
             self.note(BEGUN)

@@ -113,7 +113,8 @@ class EnergyLog:
         seen_s, min_window_s = self._meter.last_refresh_s, self._meter.min_window_s
         self._flush(seen_s)
         if step.end_s - seen_s > min_window_s:
-            self._warn(str(self._meter.error or f"no refresh of the counter since {seen_s} s"))
+            silent = f"no refresh of the counter for {step.end_s - seen_s:.3g} s"
+            self._warn(str(self._meter.error or silent))
         elif step.begin_s <= seen_s:
             self._failing = False
         window = self._windows[-1] if self._grows else None

@@ -101,7 +101,7 @@ class Machine:
 
 def measured(monkeypatch, slow, host_s, looked_s=None, slow_looks=range(0)):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(job, "lowest", int)
+    monkeypatch.setattr(job, "of_all_ranks", lambda value: [value])
     monkeypatch.setattr(job, "free_bytes", lambda: math.inf)
     monkeypatch.setattr(job, "Marks", nullcontext)
     machine = Machine(layers := Layers(), slow, host_s)

@@ -206,7 +206,7 @@ def test_a_window_grows_while_the_counter_stands_still(logged, monkeypatch, capl
     assert iterations(lines) == list(range(40))  # the counter had counted on: nothing is lost
     assert sum(line["energy_j"] for line in lines) == pytest.approx(2000)
     assert max(line["duration_s"] for line in lines) > 5
-    assert caplog.text.count("no refresh of the counter since") == 2  # once each time
+    assert caplog.text.count("no refresh of the counter for") == 2  # once each time
 
 
 def test_windows_that_wait_in_vain_are_given_up_one_by_one(logged, monkeypatch, caplog):
