@@ -93,17 +93,17 @@ def check_controls(site: SiteConfig, uid: str | None = None) -> tuple[Control, .
             raise GpuError(
                 f"{FORBID_VARIABLE} is set", remedy=f"Unset {FORBID_VARIABLE} where you may"
             )
-        devices = [look_at(uid).device()] if uid else _controllable_gpus()
+        devices = _controllable_gpus([look_at(uid).device()] if uid else list_gpus())
     except GpuError as error:
         return tuple(_refused(name, error) for name in order)
     return tuple(_check(name, name in allowed, site, devices) for name in order)
 
 
-def _controllable_gpus() -> list[Device]:
-    """Return this machine's GPUs whose clocks a user with rights can change."""
+def _controllable_gpus(devices: Sequence[Device]) -> list[Device]:
+    """Return the GPUs whose clocks a user with rights can change; GpuError if there is none."""
     found: list[Device] = []
     obstacles: list[GpuError] = []
-    for device in list_gpus():
+    for device in devices:
         try:
             obstacle = look_at(device.uid).obstacle()
         except GpuError as error:  # a card for displays, for example, lists no clocks

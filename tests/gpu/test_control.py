@@ -216,6 +216,18 @@ def test_gpus_that_refuse_whoever_asks(machine, fault, said):
             assert said in check.why
 
 
+@pytest.mark.parametrize(("fault", "said"), [("mig", "MIG"), ("vgpu", "virtual")])
+def test_a_job_does_not_control_its_own_gpu_that_refuses_whoever_asks(machine, fault, said):
+    """Nor one that lists no clocks, whose only one may be that of a GPU at rest."""
+    machine.set_sys_admin(True)
+    own, other = machine.nvml.uuids[:2]
+    machine.nvml.set_fault(own, fault)
+    refused = choose_control("auto", machine.site, own)
+    assert refused.backend is None
+    assert said in refused.why
+    assert choose_control("auto", machine.site, other).backend == "nvml"
+
+
 # --- choosing ------------------------------------------------------------------------------------
 
 
