@@ -100,7 +100,8 @@ class RunFolder:
         if said is not None and summary.get("started", last) == last:
             return said is True
         reads = self.timelines.iterations
-        orders = {(read.labels.rank, len(read.start_us), read.order) for read in reads}
+        # Batches of one size have as many forwards, though backwards may be in two parts.
+        orders = {(read.labels.rank, read.order.count("F"), read.order) for read in reads}
         clocks = {
             (read.labels.rank, mhz)
             for read in reads

@@ -169,6 +169,7 @@ def test_any_line_tells_what_set_the_clocks_of_which_gpu(tmp_path, name, put):
         ({"frequency_mhz": [1410, 1410]}, True),
         ({"units": "F0 F1 B0", "start_us": [0, 5, 10], "end_us": [5, 10, 20]}, True),  # a batch
         ({"units": "B0 F0"}, False),
+        ({"units": "F0 I0 W0", "start_us": [0, 5, 10], "end_us": [5, 10, 20]}, False),
         ({"frequency_mhz": [1410, 1200]}, False),
         ({"frequency_mhz": [1200, 1200]}, False),
     ],
