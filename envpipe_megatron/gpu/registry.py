@@ -185,7 +185,13 @@ def backend_class(name: str) -> type[Gpu]:
     """
     if name in _OWN:
         module, _, attribute = _OWN[name].partition(":")
-        found: type[Gpu] = getattr(import_module(module), attribute)
+        try:
+            found: type[Gpu] = getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:  # an old package pynvml takes it along as it goes
+            raise NoDriverError(
+                f"The GPU back end {name} cannot be imported: {error}",
+                remedy="pip install --force-reinstall 'nvidia-ml-py>=12.570.86'",
+            ) from error
         return found
     if name not in _added():
         known = ", ".join((*_OWN, *_added()))

@@ -57,9 +57,17 @@ def test_no_such_gpu(node, uid):
             open_gpu(GpuAddress("none", uid))
 
 
-def test_an_old_package_with_a_module_of_the_same_name_is_told_apart(node, tmp_path):
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("NVML_SUCCESS = 0", "pip uninstall pynvml"),
+        ("raise ModuleNotFoundError('No pynvml')", "nvml cannot be imported: No pynvml"),
+    ],
+)
+def test_an_old_package_with_a_module_of_the_same_name_is_told_apart(node, tmp_path, module, says):
+    """And that it took nvidia-ml-py's module along when it was removed."""
     (tmp_path / "pynvml").mkdir()  # a package goes before a module of its name
-    (tmp_path / "pynvml" / "__init__.py").write_text("NVML_SUCCESS = 0")
+    (tmp_path / "pynvml" / "__init__.py").write_text(module)
     ran = subprocess.run(
         [sys.executable, "-m", "envpipe_megatron.cli", "clocks", "show"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
@@ -67,7 +75,7 @@ def test_an_old_package_with_a_module_of_the_same_name_is_told_apart(node, tmp_p
         text=True,
     )
     assert ran.returncode == 1
-    assert "pip uninstall pynvml" in ran.stderr
+    assert says in ran.stderr
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     needed = next(each for each in project["dependencies"] if each.startswith("nvidia-ml-py"))
     assert f"'{needed}'" in ran.stderr
