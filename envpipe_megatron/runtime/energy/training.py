@@ -69,8 +69,8 @@ class TrainingEnergy:
         self._lap = Interval()
         #: When the last lap ended, and where the counter was taken to be then (J).
         self._lap_end: tuple[float, float] | None = None
-        #: By phase, steps of warm-ups and stretches of `baseline` that nobody has looked at yet. All
-        #: ranks have the same phases, also one on which no step did the work of its phase.
+        #: By phase, steps of warm-ups and stretches of `baseline` that nobody has looked at yet.
+        #: All ranks have the same phases, also one on which no step did the work of its phase.
         self._warmups: dict[str, list[Window]] = {}
         #: By phase, those of stretches that were too short, except for their first steps.
         self._short: dict[str, list[Window]] = {}
