@@ -70,10 +70,10 @@ class TrainingEnergy:
         #: When the last lap ended, and where the counter was taken to be then (J).
         self._lap_end: tuple[float, float] | None = None
         #: By phase, steps of warm-ups and stretches of `baseline` that nobody has looked at yet.
+        #: All ranks have the same phases, also one on which no step did the work of its phase.
         self._warmups: dict[str, list[Window]] = {}
         #: By phase, those of stretches that were too short, except for their first steps.
         self._short: dict[str, list[Window]] = {}
-        self._settled = set(baselines)
         #: When the step began whose iteration is still to come; infinite if none has.
         self._begun_s = math.inf
         #: When the last step since a pause ended; None if there is none.
@@ -95,15 +95,24 @@ class TrainingEnergy:
         self._count(Window(PLAN, iteration, iteration, begin_s, self._now_s(), 0))
 
     def add(
-        self, phase: str, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
+        self,
+        phase: str,
+        iteration: int,
+        record: StageRecord,
+        receives: NDArray[np.bool_],
+        same_work: bool,
     ) -> None:
         """Add an iteration, all units of its step. Its record is read in `catch_up`.
 
         `receives` is [units_per_stage], whether a unit's input comes from another stage: the wait
-        before it is blocking, the wait before another is idle.
+        before it is blocking, the wait before another is idle. Without `same_work`, it did other
+        work than the phase is about, and is billed as phase `framework`.
         """
         self.catch_up()
-        step = Window(str(phase), iteration, iteration, self._begun_s, -math.inf)
+        if split_phase(phase)[0] in (Phase.WARMUP, Phase.BASELINE):
+            self._warmups.setdefault(phase, [])
+        billed = str(phase) if same_work else FRAMEWORK
+        step = Window(billed, iteration, iteration, self._begun_s, -math.inf)
         self._unread, self._begun_s = (step, record, receives), math.inf
 
     def catch_up(self) -> None:
@@ -147,13 +156,12 @@ class TrainingEnergy:
         And again after each stretch of phase `baseline`: savings are against the job as it is. One
         that is too short to be metered is measured with the next.
         """
-        first = batch not in self._settled
-        phase = phase_in_batch(Phase.WARMUP if first else Phase.BASELINE, batch)
+        warm_up, phase = (phase_in_batch(of, batch) for of in (Phase.WARMUP, Phase.BASELINE))
+        first = warm_up in self._warmups
         if not first and phase not in self._warmups:
             return
         self.catch_up()
-        self._settled.add(batch)
-        steps = self._warmups.pop(phase, [])
+        steps = [*self._warmups.pop(warm_up, []), *self._warmups.pop(phase, [])]
         steps[1:1] = self._short.pop(phase, [])
         own = measure_baseline(steps, self._meter)
         mean, stages = self._over_gpus(own)
@@ -172,7 +180,6 @@ class TrainingEnergy:
     def forget_baseline(self, batch: str) -> None:
         """Have a batch's baseline measured: an earlier start's is of no use."""
         del self.baselines[batch]
-        self._settled.remove(batch)
         self.log.compare_with(phase_in_batch(Phase.STEADY, batch), None)
 
     def warm_step_s(self, batch: str) -> float | None:
@@ -236,8 +243,8 @@ class TrainingEnergy:
         self._end_s = step.end_s
         self.log.add(step)
         self._lap.add(step)
-        if split_phase(step.phase)[0] in (Phase.WARMUP, Phase.BASELINE):
-            self._warmups.setdefault(step.phase, []).append(step)
+        if step.phase in self._warmups:
+            self._warmups[step.phase].append(step)
 
     def _counter_j(self, time_s: float) -> float:
         return self._meter.window(time_s, time_s).end.energy_j

@@ -19,7 +19,7 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.energy import FRAMEWORK, Phase, phase_in_batch
+from envpipe_megatron.formats.energy import Phase, phase_in_batch
 from envpipe_megatron.formats.timeline import TimelineLog
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
@@ -249,8 +249,8 @@ class Iterations:
         record = self.last_record = run.end(number)
         if run.times_units and run.whole:
             self._timed = run.order, record
-        phase = phase_in_batch(run.order.phase, batch) if run.same_work else FRAMEWORK
-        self._energy.add(phase, number, record, run.order.schedule.receives[self._stage])
+        phase, receives = phase_in_batch(run.order.phase, batch), run.order.schedule.receives
+        self._energy.add(phase, number, record, receives[self._stage], run.same_work)
         clocks_mhz = run.frequencies_mhz if controlled else None
 
         def write_down() -> None:

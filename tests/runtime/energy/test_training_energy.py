@@ -97,23 +97,32 @@ class OneRank:
             self.described.append,
         )
 
-    def step(self, phase: Phase | None, begin_s: float, unit_s: float, end_s: float) -> None:
+    def step(
+        self,
+        phase: Phase | None,
+        begin_s: float,
+        unit_s: float,
+        end_s: float,
+        same_work: bool = True,
+    ) -> None:
         """From `begin_s` to `end_s`; its iteration, if it has one, from `unit_s` for half a s."""
         self.now_s = begin_s
         self.number += 1
         self.energy.begin_step()
         if phase is not None:
-            self.iterate(phase, unit_s)
+            self.iterate(phase, unit_s, same_work=same_work)
         self.now_s = end_s
         self.energy.end_step(self.number)
         if not self.late:
             self.energy.catch_up()
 
-    def iterate(self, phase: Phase, begin_s: float, duration_s: float = 0.5) -> None:
+    def iterate(
+        self, phase: Phase, begin_s: float, duration_s: float = 0.5, same_work: bool = True
+    ) -> None:
         """Two units of a quarter of the time each, a wait of a tenth before each, and a rest."""
         start_s, end_s = np.array([0.1, 0.45]) * duration_s, np.array([0.35, 0.7]) * duration_s
         record = StageRecord(start_s, end_s, begin_s, duration_s)
-        self.energy.add(phase, self.number, record, np.array([False, True]))
+        self.energy.add(phase, self.number, record, np.array([False, True]), same_work)
 
     def compared(self) -> dict[str, Any]:
         """Return what steady steps of this GPU save, as JSON has it."""
@@ -216,6 +225,7 @@ def test_a_baseline_of_an_earlier_start_is_not_measured_again(rank):
     assert job.described == [{"baseline": asdict(mean)}]
     for begin_s in (1.0, 2.0, 3.0):
         job.step(Phase.WARMUP, begin_s, begin_s, begin_s + 1)
+    assert job.energy.warm_step_s("") == 1.0
     job.energy.settle_baseline()
     assert job.energy.baselines.get("") == BaselineEnergy(mean, (mean, mean))
     assert len(job.described) == 1
@@ -241,6 +251,38 @@ def test_a_stretch_of_the_frameworks_order_renews_the_baseline(rank):
     renewed = job.energy.baselines[""].mean
     assert (renewed.iterations, renewed.time_s) == (2, pytest.approx(1.5))  # without the first
     assert len(job.described) == 2
+
+
+def test_ranks_settle_a_baseline_together_where_one_had_other_work(rank):
+    """Its units came otherwise in all steps of a stretch: the others wait for its word."""
+    heard = []
+    for works in (True, False):
+        job, sent = rank(seen_s=40.0), list[Any]()
+        job.collectives.by_stage = lambda sums, merge, sent=sent: (
+            sent.append(sums) or [merge([sums])] * 2
+        )
+        for begin_s in np.arange(1.0, 10.0):
+            warm, steady = begin_s < 4, begin_s > 7
+            phase = Phase.WARMUP if warm else Phase.STEADY if steady else Phase.BASELINE
+            job.step(phase, begin_s, begin_s, begin_s + 1, same_work=works or warm)
+            if phase is Phase.STEADY or begin_s == 3:
+                job.energy.settle_baseline()
+        heard.append(len(sent))
+        job.energy.close()
+        others = {"baseline", "steady"} if works else {"framework"}
+        assert {*job.energy.sums()} == {"warm-up", *others}
+    assert heard == [2, 2]
+
+
+def test_a_warm_up_that_is_begun_anew_is_measured_if_the_first_was_too_short(rank):
+    """A sweep that another size of batches interrupts begins with its warm-up."""
+    job = rank(seen_s=40.0)
+    for begin_s, length_s in ((1.0, 0.25), (10.0, 1.0)):
+        for number in range(4):
+            at_s = begin_s + number * length_s
+            job.step(Phase.WARMUP, at_s, at_s, at_s + length_s)
+        job.energy.settle_baseline()
+    assert job.energy.baselines[""].mean.time_s == 1.0
 
 
 def test_gpus_that_leave_out_other_steps_count_alike_in_a_baseline(rank):
@@ -360,6 +402,7 @@ def test_where_the_warm_up_is_no_baseline_that_is_said_once(rank, caplog, planne
     caplog.set_level(logging.INFO)
     job = rank()
     job.collectives.is_planner = planner
+    job.step(Phase.WARMUP, 1.0, 1.0, 2.0)
     job.energy.settle_baseline()
     job.energy.settle_baseline()
     assert job.energy.baselines.get("") is None

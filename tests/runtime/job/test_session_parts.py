@@ -231,7 +231,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     clocks = [1410, 1005, 1200, 1005]
     assert billed(calls) == [
         ("energy.begin_step",),
-        ("energy.add", Phase.WARMUP, 0, TAKEN, RECEIVES),
+        ("energy.add", Phase.WARMUP, 0, TAKEN, RECEIVES, True),
         ("optimizer",),
         ("energy.end_step", 0),
     ]
@@ -241,7 +241,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
         ("executor.now_s",),
         ("energy.catch_up",),
         ("timeline.add", Phase.WARMUP, 0, (10.0, 4.0), UNITS_S, UNITS, clocks),
-        ("energy.add", Phase.WARMUP, 1, TAKEN, RECEIVES),
+        ("energy.add", Phase.WARMUP, 1, TAKEN, RECEIVES, True),
     ]
     assert session.state.iteration == 1
     session.begin_step(40)
