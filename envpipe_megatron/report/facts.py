@@ -65,8 +65,8 @@ def report_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
 
     A job is compared as in its bill.
     """
-    bill, windows = Bill(folder.energy.lines), folder.energy.windows
-    if all(window.run in bill.other_runs for window in windows):
+    bill = Bill(folder.energy.lines)
+    if all(window.run in bill.other_runs for window in folder.energy.windows):
         bill.other_runs = frozenset()  # starts that have one name
     notes = [f"The bill is incomplete: {reason}" for reason in bill.missing()]
     if left_out := bill.left_out:
@@ -82,21 +82,21 @@ def report_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     if Phase.STEADY in known and (means := bill.compared()):
         in_force = (own.compared.baseline for own in bill.of_phase(Phase.STEADY))
         iterations = next(each.iterations for each in in_force if each.time_s)
-        mean = replace(means[1], iterations=iterations)
-        baseline = StepFacts(known[Phase.STEADY].num_gpus, mean)
+        baseline = replace(known[Phase.STEADY], mean=replace(means[1], iterations=iterations))
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
-    comparisons, recorded, profile = bill.comparisons(), folder.recorded, folder.profile
+    comparisons = bill.comparisons()
+    recorded, profile = folder.recorded, folder.profile
     top_mhz = None if profile is None else max(profile.clocks_mhz(0))
     bubbles = find_bubbles(recorded, folder.num_stages, top_mhz)
     return ReportFacts(
-        known,
-        baseline,
-        comparisons.get(""),
-        tuple(account_lines(bill, tariff, comparisons)) if windows else (),
-        bill,
-        tuple(notes),
-        bubbles,
-        predict(bubbles, profile, recorded[0].labels.gpu) if bubbles else Predicted(),
-        folder.changed_nothing,
+        phases=known,
+        baseline=baseline,
+        compared=comparisons.get(""),
+        account=tuple(account_lines(bill, tariff, comparisons)) if folder.energy.windows else (),
+        bill=bill,
+        notes=tuple(notes),
+        bubbles=bubbles,
+        predicted=predict(bubbles, profile, recorded[0].labels.gpu) if bubbles else Predicted(),
+        changed_nothing=folder.changed_nothing,
     )
