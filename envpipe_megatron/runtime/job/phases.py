@@ -58,7 +58,7 @@ from envpipe_megatron.tuning.sweep import measured_profile, planned_beside, reco
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show only the loop"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time that it
-#: fails before it has run for longer than the last ones.
+#: fails before it has a plan and has run for longer than the last ones.
 _TRIED_AFTER = 200
 #: Iterations of the steady phase, in the last of which the peak of memory is compared.
 _COMPARED_ITERATIONS = 3
@@ -158,9 +158,9 @@ def _closed_loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[No
         try:
             yield from _loop(job, records)
         except DegradedError as error:
+            if job.state.plan is not None and job.state.iteration - begun > pause:
+                pause = _TRIED_AFTER  # it had come back for good
             _go_on(job, error)
-        if job.state.iteration - begun > pause:  # it had come back for good
-            pause = _TRIED_AFTER
         clocks_mhz = job.gpu.supported_frequencies_mhz
         if not job.collectives.on_all(job.clock.error is None and len(clocks_mhz) > 1):
             # What is found from here on is no use to a start that has control again.

@@ -1,6 +1,7 @@
 """The phases of one rank, by hand: what runs in them, and what is watched, said and written."""
 
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset, sweep_range
 from envpipe_megatron.runtime.channel.collectives import DegradedError
-from envpipe_megatron.runtime.execution.stage_run import IterationOrder
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder, constant_order
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions, Level
@@ -182,6 +183,30 @@ def test_a_loop_that_is_begun_anew_learns_memory_of_its_own_order_again(monkeypa
     ran = run(rank, 3 + 2 + phases.WINDOW + 1)
     assert [at for at, order in enumerate(ran) if order.watched] == [2, 4 + phases.WINDOW]
     assert len(loops.call_args_list) == 2
+
+
+@pytest.mark.parametrize(("plan", "pauses"), [(None, [2, 4, 8]), ("a plan", [2, 2, 2])])
+def test_a_loop_that_fails_before_it_has_a_plan_is_begun_anew_ever_later(monkeypatch, plan, pauses):
+    """However long it looked: steps of milliseconds are looked at hundreds of times."""
+    monkeypatch.setattr(phases, "_TRIED_AFTER", 2)
+    monkeypatch.setattr(phases, "WINDOW", 2)
+    rank: Any = Rank(replace(BASELINE, type="optimal", baseline_steps=2))
+
+    def looks(job: Any, records: Any) -> Any:
+        for _ in range(20):
+            rank.state.iteration += 1
+            yield constant_order(Phase.PROFILE, job.schedule, 1410)
+        rank.state.plan = plan
+        raise DegradedError("Of a test")
+
+    monkeypatch.setattr(phases, "_loop", looks)
+    ran = run(rank, 100)
+    own = [
+        len([*them])
+        for phase, them in groupby(ran, lambda order: order.phase)
+        if phase is Phase.STEADY
+    ]
+    assert own[:3] == [pause + 2 for pause in pauses]
 
 
 def test_clocks_that_cannot_be_found_end_profiling_alone():
