@@ -83,8 +83,9 @@ class Powers:
                 nothing_w = np.zeros((self._num_kinds + 1, len(self.nodes_mhz)))
                 return nothing_w, nothing_w
             raise EnvPipeError(
-                f"The energy counters of stage {stage} have said nothing",
-                remedy="Look at the driver's log; a profile by file needs no counter.",
+                f"No energy counter of stage {stage} refreshed twice in steps in a row",
+                remedy="If steps are long enough for it, look at the driver's log. A profile by "
+                "file needs no counter.",
             )
         return fit_powers(self.sums[stage], self.nodes_mhz, self._num_kinds, limit_mhz)
 
