@@ -117,7 +117,9 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
             if billing.ident is None:
                 _bill(agent, report, codes)
             else:
-                billing.join(2 * _OTHERS_END_S + _DISK_S)
+                until_s = time.monotonic() + 2 * _OTHERS_END_S + _DISK_S
+                while billing.is_alive() and time.monotonic() < until_s:
+                    billing.join(LOOK_S)  # a signal that came just before one is heard after it
         if billing.is_alive():
             why = "There is no bill: the disk of %s, or who reads what is printed, does not answer"
             logger.error(why, folder)

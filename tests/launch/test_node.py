@@ -275,12 +275,19 @@ def test_a_launcher_that_gets_no_thread_shows_the_bill_at_the_end_only(
     assert bill_of(output)["complete"]
 
 
+@pytest.mark.parametrize("interrupts", [True, False])
 @pytest.mark.usefixtures("signals_at_default")
 def test_signals_while_other_nodes_are_waited_for_end_the_waiting(
-    nodes, train, output, monkeypatch
+    nodes, train, output, monkeypatch, interrupts
 ):
-    """And not the launcher: the bill is told, and the exit status is training's."""
-    bill = node._bill
+    """And not the launcher: the bill is told, and the exit status is training's.
+
+    A signal that comes just before the main thread waits, or to another thread, interrupts nothing.
+    """
+    bill, own = node._bill, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, () if interrupts else signal.valid_signals())
 
     def signalled(agent: Any, report: Any, codes: SimpleQueue[int]) -> None:
         code = codes.get()
@@ -290,7 +297,10 @@ def test_signals_while_other_nodes_are_waited_for_end_the_waiting(
         bill(agent, report, codes)
 
     monkeypatch.setattr(node, "_bill", signalled)
-    assert train(nodes, others=True, code=1) == 1
+    try:
+        assert train(nodes, others=True, code=1, hangs=block) == 1
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, own)
     assert bill_of(output)["missing"] == [
         "n1 was lost: its energy up to its last line is in the bill"
     ]
