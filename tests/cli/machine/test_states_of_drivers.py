@@ -98,7 +98,7 @@ STATES = {
     "MIG": State(
         {"mig": 1},
         doctor={"no GPU refuses locks": "GPU 1: Cannot lock the clock of a GPU in MIG mode"},
-        opened="Cannot lock the clock of a GPU in MIG mode",
+        opened="cannot lock the clock of a GPU in MIG mode",
         reset="GPU 1 ({uid}): left as it is: Cannot lock the clock of a GPU in MIG mode",
     ),
     # NVIDIA/NVSentinel#1690, ComputeCanada/puppet-magic_castle#387 have the driver's words, of a
