@@ -187,7 +187,7 @@ def backend_class(name: str) -> type[Gpu]:
         module, _, attribute = _OWN[name].partition(":")
         try:
             found: type[Gpu] = getattr(import_module(module), attribute)
-        except ModuleNotFoundError as error:  # an old package pynvml takes it along as it goes
+        except ModuleNotFoundError as error:  # an old package takes it along as it goes
             raise NoDriverError(
                 f"The GPU back end {name} cannot be imported: {error}",
                 remedy="pip install --force-reinstall 'nvidia-ml-py>=12.570.86'",
