@@ -244,7 +244,10 @@ def check_stages(profile: Profile, num_stages: int) -> None:
 def read_with_profile(
     plan: Path | None, profile: Path, num_stages: int
 ) -> tuple[Profile, Plan | None]:
-    """Read a profile of this many stages, and a plan where there is one, priced with it."""
+    """Read a profile of this many stages, and a plan where there is one, priced with it.
+
+    Raises what `read_profile`, `check_stages` and `read_plan` do.
+    """
     read = read_profile(profile)
     check_stages(read, num_stages)
     return read, None if plan is None else read_plan(plan, read)
